@@ -1,0 +1,1 @@
+"""Devices, links, and the time and memory of operators and collectives: pure functions, SI units."""

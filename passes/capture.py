@@ -1,0 +1,443 @@
+"""CAPTURE: the user's model and loss become one graph of typed records, for every batch size at once.
+
+`torch.export` (torch.fx, training mode, no decompositions) traces the model with every parameter replaced by a
+FakeTensor on the CPU, memoised by id so that ties stay tied: weights are never materialised and the user's
+model is never touched. The rows of the batch are one symbol; every size becomes `a * batch + b`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from costmodels.errors import BadInput, CaptureError
+from passes.graph import FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
+
+ROWS = 2  # the batch that is traced; a symbol stands for it (0 and 1 would be specialised by torch)
+DETACHED = frozenset({"aten.detach.default", "aten.detach_.default"})
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Batch = Any  # a mapping, a tuple or one tensor
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """One tensor of the user's batch: its key or position, and whether its first dim counts rows."""
+
+    key: str | int
+    name: str  # of the value in the graph
+    rows: bool
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The graph, and what ties it to the user's model and batch."""
+
+    name: str
+    graph: Graph
+    inputs: tuple[BatchInput, ...]
+    constants: Mapping[str, torch.Tensor]  # tensors made inside forward, by value name
+    example_rows: int
+    seq_len: int | None
+    coupled: str  # why rows cannot be separated, "" where they can
+    notes: tuple[str, ...]
+
+
+def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: str = "fp32") -> Captured:
+    """Trace `loss_fn(model(batch), batch)`, or the loss that the model itself returns.
+
+    Raises CaptureError with the user's file and line where the model cannot be traced, and BadInput where it
+    returns no loss or the batch holds no tensor.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise BadInput(f"precision {precision!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
+    leaves = batch_leaves(batch)
+    tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    if not tensors:
+        raise BadInput("the batch holds no tensor; pass a dict, a tuple or a tensor whose first dim counts rows")
+    rows = next((t.shape[0] for t in tensors.values() if t.dim()), 1)
+    by_rows = {key for key, t in tensors.items() if t.dim() and t.shape[0] == rows}
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    dtype = COMPUTE_DTYPES[precision]
+    fake = _fake_copy(model, mode, dtype)
+    step = _Step(fake, loss_fn, batch, tuple(tensors), dtype).train(model.training)
+    coupled = ""
+    try:
+        program = _export(step, mode, tensors, by_rows, symbolic=True)
+    except CaptureError as error:
+        try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
+            program = _export(step, mode, tensors, by_rows, symbolic=False)
+        except CaptureError:
+            raise error from None
+        coupled = f"the rows of a batch are not independent: {str(error).splitlines()[0]}"
+    keys = tuple(tensors)
+    graph, names, constants = _records(program, model, keys)
+    try:
+        graph = functional(graph)
+    except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
+        with _quiet():
+            program = program.run_decompositions({})
+        graph, names, constants = _records(program, model, keys)
+        graph = functional(graph)
+    sequence = next((t.shape[1] for k, t in tensors.items() if k in by_rows and t.dim() == 2), None)
+    return Captured(
+        name=type(model).__name__,
+        graph=graph,
+        inputs=tuple(BatchInput(key, names[i], key in by_rows) for i, key in enumerate(keys) if i in names),
+        constants=constants,
+        example_rows=rows,
+        seq_len=sequence if any(not t.is_floating_point() for t in tensors.values() if t.dim() == 2) else None,
+        coupled=coupled,
+        notes=tuple(_notes(model)),
+    )
+
+
+def batch_leaves(batch: Batch) -> dict[str | int, Any]:
+    """The entries of a batch by key (mapping) or position (sequence, single tensor)."""
+    if isinstance(batch, Mapping):
+        return dict(batch.items())
+    return dict(enumerate(batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+
+def forward_arguments(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What of a batch goes to `forward`: all keys that it accepts, or as many positions as it takes."""
+    parameters = inspect.signature(forward).parameters
+    kinds = {p.kind for p in parameters.values()}
+    if isinstance(batch, Mapping):
+        every = inspect.Parameter.VAR_KEYWORD in kinds and len(parameters) <= 2
+        return (), {k: v for k, v in batch.items() if every or k in parameters}
+    leaves = tuple(batch_leaves(batch).values())
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return leaves, {}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return leaves[: sum(p.kind in positional for p in parameters.values())], {}
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The scalar loss in what a model returned: `.loss`, `["loss"]`, the tensor itself, or a tuple's first."""
+    if isinstance(output, torch.Tensor):
+        return output if output.dim() == 0 else None
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)):
+        return next((o for o in output if isinstance(o, torch.Tensor) and o.dim() == 0), None)
+    return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
+
+
+class _Step(nn.Module):
+    """The user's model and loss as one module that takes the batch's tensors and returns the loss."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, batch: Batch, keys: tuple[str | int, ...], dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn, self._batch, self._keys, self._dtype = loss_fn, batch, keys, dtype
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        leaves = batch_leaves(self._batch) | dict(zip(self._keys, tensors, strict=True))
+        whole = leaves if isinstance(self._batch, Mapping) else tuple(leaves.values())
+        args, kwargs = forward_arguments(self.model.forward, whole)
+
+        def low(leaf: Any) -> Any:
+            is_float = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+            return leaf.to(self._dtype) if is_float and self._dtype != torch.float32 else leaf
+
+        output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
+        if self._loss_fn is not None:
+            if isinstance(output, torch.Tensor) and self._dtype != torch.float32:
+                output = output.float()
+            loss = loss_of(self._loss_fn(output, whole if isinstance(self._batch, (Mapping, tuple, list)) else tensors[0]))
+            if loss is None:
+                raise _NoLoss("loss_fn(output, batch) does not return a scalar tensor")
+        else:
+            loss = loss_of(output)
+            if loss is None:
+                raise _NoLoss(
+                    f"{type(self.model).__name__} returns no scalar loss; pass loss_fn=, a function of (output, batch)"
+                )
+        return (loss,)
+
+
+class _NoLoss(Exception):
+    pass
+
+
+def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model whose parameters and buffers are FakeTensors on the CPU; parameters in `dtype`."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) in memo:
+            continue
+        parameter = isinstance(tensor, nn.Parameter)
+        low = dtype if parameter and tensor.dtype == torch.float32 else tensor.dtype
+        with mode:
+            fake = torch.empty(tensor.shape, dtype=low, device="cpu")
+        memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
+    return copy.deepcopy(model, memo)
+
+
+def _export(
+    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], by_rows: set[str | int], symbolic: bool
+) -> ExportedProgram:
+    """`torch.export` of the step, with the rows of the batch as a symbol or as they are."""
+    rows = Dim("batch", min=2)
+    examples, shapes = [], []
+    for key, tensor in tensors.items():
+        shape = (ROWS, *tensor.shape[1:]) if key in by_rows and symbolic else tensor.shape
+        examples.append(mode.from_tensor(torch.empty(shape, dtype=tensor.dtype)))
+        shapes.append({0: rows} if key in by_rows and symbolic else None)
+    with _quiet():
+        try:
+            return torch.export.export(
+                step, tuple(examples), dynamic_shapes=(tuple(shapes),) if symbolic else None, strict=False
+            )
+        except _NoLoss as error:
+            raise BadInput(str(error)) from None
+        except Exception as error:  # torch.export raises whatever the model's own code raised
+            raise CaptureError(_explain(error, step.model)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export prints its whole graph on stderr when it fails; the message below says more."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+_REMEDIES = (
+    ("GuardOnDataDependent", "its forward decides on the values of a tensor; use torch.where or torch.cond, or make it static"),
+    ("DataDependentOutput", "its forward reads a value out of a tensor (.item()); compute it outside, or keep it a tensor"),
+    ("DynamicOutputShape", "its forward makes a shape from the values of a tensor (nonzero, masking); use a fixed capacity or torch.where"),
+)  # fmt: skip
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """What failed, in which line of the user's code, and what to do."""
+    torch_root = str(Path(torch.__file__).parent)
+    here = str(Path(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != here]
+    own = [f for f in frames if not f.filename.startswith(torch_root) and "contextlib" not in f.filename]
+    where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    text = f"{type(error).__name__}: {error}"
+    what = next((remedy for mark, remedy in _REMEDIES if mark in text), str(error).strip().splitlines()[0][:300])
+    return f"{type(model).__name__} cannot be captured{where}: {what}"
+
+
+def _notes(model: nn.Module) -> Iterator[str]:
+    if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        yield "the model's own gradient checkpointing is ignored: recompute is planned here"
+
+
+# -- the border: every fx node becomes a record, once ------------------------------------------------------------
+
+
+def _records(
+    program: ExportedProgram, model: nn.Module, keys: tuple[str | int, ...]
+) -> tuple[Graph, dict[int, str], dict[str, torch.Tensor]]:
+    """The graph's records, the value name of each batch input, and the tensors made inside forward."""
+    signature = program.graph_signature
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    user = {name: i for i, name in enumerate(signature.user_inputs)}
+    owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    tied = _ties(model)
+    value_of: dict[str, str] = {}  # fx name -> value name (tied parameters share one)
+    parameters: dict[str, Parameter] = {}
+    inputs: list[Value] = []
+    input_names: dict[int, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for node in placeholders:
+        fake = node.meta["val"]
+        if node.name in owned:
+            path = owned[node.name].removeprefix("model.")
+            names = tied.get(path, (path,))
+            if names[0] not in parameters:
+                value = _value(node.name, fake, grad=node.name in signature.inputs_to_parameters and fake.requires_grad)
+                is_buffer = node.name in signature.inputs_to_buffers
+                persistent = not is_buffer or owned[node.name] not in signature.non_persistent_buffers
+                parameters[names[0]] = Parameter(value, names, buffer=is_buffer, persistent=persistent)
+            value_of[node.name] = parameters[names[0]].value.name
+        elif node.name in signature.inputs_to_lifted_tensor_constants:
+            constants[node.name] = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+            inputs.append(_value(node.name, fake, grad=False))
+        else:
+            key = keys[user[node.name]]
+            name = key if isinstance(key, str) and key.isidentifier() else f"input_{key}"
+            inputs.append(_value(name, fake, grad=False))
+            input_names[user[node.name]] = value_of[node.name] = name
+    reader = _Reader(value_of, {v.name: v for v in (*inputs, *(p.value for p in parameters.values()))})
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            reader.read(node)
+    if signature.buffers_to_mutate:
+        raise CaptureError(f"the buffers {sorted(signature.buffers_to_mutate.values())} are changed through a view")
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    loss = reader.arg(output.args[0][0])
+    assert isinstance(loss, Ref)
+    # parameters that the loss never reads still belong to the model: they get no gradient, and stay as they are
+    return Graph(tuple(inputs), tuple(parameters.values()), tuple(reader.ops), loss.name), input_names, constants
+
+
+def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every parameter and buffer name -> all names of the same tensor, in the model's order."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in groups.values() for name in names}
+
+
+def _value(name: str, fake: torch.Tensor, grad: bool) -> Value:
+    return Value(name, tuple(_size(n) for n in fake.shape), str(fake.dtype).removeprefix("torch."), grad)
+
+
+def _size(size: int | torch.SymInt) -> int | Size:
+    """A symbolic size as `a * batch + b`. Raises CaptureError where it is not of that form."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    if not symbols:
+        return int(expression)
+    at = [expression.subs({s: n for s in symbols}) for n in (0, 1, 5)]
+    if len(symbols) > 1 or at[2] - at[0] != 5 * (at[1] - at[0]) or not all(n.is_Integer for n in at):
+        raise CaptureError(f"a tensor's size depends on the batch as {expression}, which is not a*batch + b")
+    return Size(int(at[1] - at[0]), int(at[0]))
+
+
+# -- no operator writes in place, buffers excepted ----------------------------------------------------------------
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default reshape.default transpose.int permute.default unsqueeze.default squeeze.dim squeeze.default "
+        "expand.default slice.Tensor select.int split.Tensor chunk.default alias.default t.default flatten.using_ints "
+        "unbind.int split_with_sizes.default detach.default unflatten.int narrow.default view_as.default"
+    ).split()
+)
+
+
+def functional(graph: Graph) -> Graph:
+    """In-place operators on activations become functional; later readers read the new value.
+
+    x.relu_(); y = x + 1   ->   x1 = relu(x); y = x1 + 1. Raises CaptureError where the tensor shares its memory
+    with another value (a view), since other readers would then miss the change. Buffers are updated in place.
+    """
+    buffers = {p.value.name for p in graph.parameters}
+    inputs = {v.name for v in graph.inputs}
+    aliased: set[str] = set()
+    newest: dict[str, str] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        op = map_op(op, lambda a: Ref(newest.get(a.name, a.name)) if isinstance(a, Ref) else a)
+        if op.target in VIEWS:
+            aliased.update(op.operands, (v.name for v in op.results))
+        if mutates(op) and op.operands[0] not in buffers:
+            first = op.operands[0]
+            if first in aliased or first in inputs:
+                what = "an input of the model" if first in inputs else "a tensor that shares memory with a view"
+                raise CaptureError(f"{op.source}: {op.target} changes {what} in place; use the functional form")
+            namespace, name, overload = op.target.split(".")
+            op = replace(op, target=f"{namespace}.{name.removesuffix('_')}.{overload}")
+            newest |= {old: op.name for old, new in newest.items() if new == first} | {first: op.name}
+        ops.append(op)
+    return replace(graph, ops=tuple(ops), loss=newest.get(graph.loss, graph.loss))
+
+
+class _Reader:
+    """Turns call_function nodes into Ops; `getitem` nodes name the results of the node that they index."""
+
+    def __init__(self, value_of: dict[str, str], values: dict[str, Value]) -> None:
+        self.value_of, self.values = value_of, values
+        self.ops: list[Op] = []
+
+    def read(self, node: Node) -> None:
+        fake = node.meta.get("val")
+        target = str(node.target)
+        if isinstance(fake, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return  # a size or a number: readers take its value
+        if "getitem" in target:
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"{where(node)}: {target} is not an operator that autopar can split or repeat")
+        if fake is None and not target.startswith("aten._assert"):
+            raise CaptureError(f"{where(node)}: {target} returns no tensor")
+        if fake is None:
+            return
+        args = tuple(self.arg(a) for a in node.args)
+        kwargs = tuple((k, self.arg(a)) for k, a in node.kwargs.items())
+        reads = [self.values[name] for name in refs((*args, *(a for _, a in kwargs)))]
+        grad = target not in DETACHED and any(v.grad for v in reads)
+        fakes = fake if isinstance(fake, (tuple, list)) else (fake,)
+        names = {user.args[1]: user.name for user in node.users if "getitem" in str(user.target)}
+        results = []
+        for i, one in enumerate(fakes):
+            name = names.get(i, f"{node.name}_{i}") if isinstance(fake, (tuple, list)) else node.name
+            dtype = str(one.dtype).removeprefix("torch.")
+            results.append(_value(name, one, grad=grad and dtype in FLOATS))
+        # several getitem nodes of one index read the same result
+        for user in node.users:
+            if "getitem" in str(user.target):
+                self.value_of[user.name] = names[user.args[1]]
+        self.values |= {v.name: v for v in results}
+        self.ops.append(Op(target, args, kwargs, tuple(results), module_path(node), where(node)))
+
+    def arg(self, arg: Any) -> Arg:
+        if isinstance(arg, Node):
+            fake = arg.meta.get("val")
+            if isinstance(fake, torch.SymInt):
+                return _size(fake)
+            if isinstance(fake, (int, float, bool)):
+                return fake
+            return Ref(self.value_of.get(arg.name, arg.name))
+        if isinstance(arg, torch.SymInt):
+            return _size(arg)
+        if isinstance(arg, (tuple, list)):
+            return tuple(self.arg(inner) for inner in arg)
+        if isinstance(arg, torch.device):
+            return Atom("device")
+        if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
+            return Atom(str(arg))
+        if arg is None or isinstance(arg, (int, float, bool, str)):
+            return arg
+        raise CaptureError(f"an operator has an argument of type {type(arg).__name__}, which is not supported")
+
+
+def module_path(node: Node) -> str:
+    """The user's module path in which the node was traced."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
+
+
+def where(node: Node) -> str:
+    """The user's file and line, from the trace torch kept: the innermost frame outside of torch."""
+    torch_root = str(Path(torch.__file__).parent)
+    found = ""
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        line = line.strip()
+        if line.startswith("File ") and torch_root not in line and __file__ not in line:
+            found = line.split('"')[1] + ":" + line.split("line ")[1].split(",")[0]
+    return found

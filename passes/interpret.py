@@ -1,0 +1,39 @@
+"""Runs a graph, operator by operator: how a rewrite is compared with its original."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from passes.graph import Arg, Atom, Graph, Op, Ref, Rows
+
+
+def call(op: Op, tensors: Mapping[str, torch.Tensor], rows: int = 1, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """The results of one operator on real (or fake) tensors; `rows` is the global batch."""
+    overload: Any = torch.ops
+    for part in op.target.split("."):
+        overload = getattr(overload, part)
+
+    def value(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return tensors[arg.name]
+        if isinstance(arg, Atom):
+            return torch.device(device) if arg.source == "device" else getattr(torch, arg.source.removeprefix("torch."))
+        if isinstance(arg, Rows):
+            return arg.per_row * rows
+        if isinstance(arg, tuple):
+            return [value(inner) for inner in arg]
+        return arg
+
+    out = overload(*map(value, op.args), **{k: value(a) for k, a in op.kwargs})
+    return (out,) if isinstance(out, torch.Tensor) else tuple(out)
+
+
+def run(graph: Graph, tensors: Mapping[str, torch.Tensor], rows: int = 1) -> dict[str, torch.Tensor]:
+    """Every value of `graph`, given its inputs and parameters by value name."""
+    found = dict(tensors)
+    for op in graph.ops:
+        found |= zip((v.name for v in op.results), call(op, found, rows), strict=True)
+    return found

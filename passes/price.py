@@ -1,0 +1,101 @@
+"""The seconds of an operator under a strategy and of a resharding, from the cost models; pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from costmodels.cluster import Cluster
+from costmodels.collectives import Collective, Group, collective_seconds
+from costmodels.operators import OperatorClass, operator_seconds
+from passes.graph import DTYPE_BYTES, Value
+from passes.placements import Placement, collectives, local_shape
+from passes.rules.base import Rule, Site, Strategy
+
+DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of the forward and of the backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, factor: float) -> Seconds:
+        return Seconds(self.forward * factor, self.backward * factor)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis on one cluster: the group of ranks that communicate along it."""
+
+    name: str
+    ranks: int
+    group: Group
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, cluster: Cluster, name: str, ranks: int, stride: int) -> Axis:
+        return cls(name, ranks, Group.of_axis(cluster, ranks, stride), cluster)
+
+    def seconds(self, kind: Collective | None, full_bytes: float) -> float:
+        return 0.0 if kind is None else _collective_seconds(kind, full_bytes, self.group, self.cluster)
+
+
+@lru_cache(maxsize=100_000)
+def _collective_seconds(kind: Collective, full_bytes: float, group: Group, cluster: Cluster) -> float:
+    return collective_seconds(kind, full_bytes, group, cluster)
+
+
+def local_bytes(value: Value, placement: Placement, ranks: int) -> int:
+    """What the fullest rank holds of a value."""
+    return prod(local_shape(placement, value.sizes, ranks)) * DTYPE_BYTES[value.dtype]
+
+
+def op_seconds(site: Site, rule: Rule | None, strategy: Strategy, axis: Axis) -> Seconds:
+    """One operator on the fullest rank, collectives inside its local form included."""
+    ranks, device = axis.ranks, axis.cluster.device
+    moved_in = sum(local_bytes(v, p, ranks) for v, p in zip(site.operands, strategy.operands, strict=True))
+    moved_out = sum(local_bytes(v, p, ranks) for v, p in zip(site.results, strategy.results, strict=True))
+    kind = rule.cost if rule is not None else OperatorClass.OTHER
+    flop_forward, flop_backward = rule.flop(site) if rule is not None else (0, 0)
+    share = ranks if strategy.split else 1
+    dtype = DTYPE_NAMES.get(site.results[0].dtype, "fp32") if site.results else "fp32"
+    tiles = None
+    if kind is OperatorClass.ATTENTION:
+        query = site.operands[0].sizes
+        tiles = max(1, prod(query[:-2]) * -(-query[-2] // 128) // share)
+
+    def one(flop: float, moved: float) -> float:
+        return operator_seconds(kind, flop / share, moved, dtype, device, attention_tiles=tiles)
+
+    forward = one(flop_forward, moved_in + moved_out)
+    trained = any(v.grad for v in site.operands)
+    # the backward reads the gradient of the result and what was saved, and writes the gradients of the operands
+    backward = one(flop_backward, moved_out + 2 * moved_in) if trained else 0.0
+    inside = sum(axis.seconds(kind, size) for kind, size in strategy.inside)
+    return Seconds(forward + inside, backward)
+
+
+def reshard_seconds(value: Value, source: Placement, target: Placement, axis: Axis) -> Seconds:
+    """One resharding; slicing and padding cost what they move."""
+    if source == target or axis.ranks == 1:
+        return Seconds()
+    forward, backward = collectives(source, target)
+    moved = operator_seconds(
+        OperatorClass.POINTWISE, 0.0, 2 * local_bytes(value, target, axis.ranks), "fp32", axis.cluster.device
+    )
+    # slices are views until something needs them contiguous; the collectives read and write by themselves
+    return Seconds(
+        axis.seconds(forward, value.bytes) if forward is not None else 0.25 * moved,
+        (axis.seconds(backward, value.bytes) if backward is not None else 0.25 * moved) if value.grad else 0.0,
+    )

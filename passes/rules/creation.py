@@ -1,0 +1,48 @@
+"""Tensors made from sizes: each rank makes its own part, of equal size.
+
+A tensor whose elements differ (arange, eye) is made whole on every rank; a slice of it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodels.operators import OperatorClass
+from passes.graph import Op
+from passes.rules.base import Dim, Factor, Rule, Site
+from passes.rules.common import Shapes, with_arg
+
+
+def made(site: Site) -> tuple[Factor, ...]:
+    """zeros(size), and x.new_zeros(size), which does not read x."""
+    return tuple(
+        Factor(f"dim {d}", tuple(None for _ in site.operands), (Dim(d),), even=True)
+        for d, size in enumerate(site.results[0].sizes)
+        if size > 1
+    )
+
+
+def made_of_size(position: int, random: bool = False) -> Rule:
+    """The rule of an operator whose list of sizes stands at `position`."""
+
+    def local_size(site: Site, results: Shapes) -> Op:
+        return with_arg(site.op, position, "size", results[0])
+
+    return Rule(OperatorClass.POINTWISE, made, localize=local_size, random=random)
+
+
+def whole(site: Site) -> tuple[Factor, ...]:
+    return ()
+
+
+_FROM_SIZE = "zeros.default ones.default full.default empty.memory_format"
+_FROM_TENSOR = "new_zeros.default new_ones.default new_full.default new_empty.default"
+_RANDOM = "rand.default randn.default"
+_WHOLE = "arange.default arange.start arange.start_step eye.default eye.m linspace.default scalar_tensor.default"
+
+CREATION: Mapping[str, Rule] = {
+    **{f"aten.{name}": made_of_size(0) for name in _FROM_SIZE.split()},
+    **{f"aten.{name}": made_of_size(1) for name in _FROM_TENSOR.split()},
+    **{f"aten.{name}": made_of_size(0, random=True) for name in _RANDOM.split()},
+    **{f"aten.{name}": Rule(OperatorClass.POINTWISE, whole) for name in _WHOLE.split()},
+}

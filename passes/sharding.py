@@ -1,0 +1,434 @@
+"""How every operator is split over one mesh axis: a mixed-integer programme, solved to proven optimality.
+
+    minimise    sum_o  w_o sum_s  time(o, s) x[o, s]   +   sum_t  w_t sum_{p, q}  time(t, p -> q) z[t, p, q]
+
+    one strategy each       sum_s x[o, s] = 1                                    for every operator o
+    wanted is routed        sum_p z[t, p, q] >= sum_{s wants q} x[c, s]          for every tensor t, consumer c, placement q
+    routed is produced      z[t, p, q] <= sum_{s gives p} x[producer(t), s]      for every tensor t, placements p, q
+    layers chain            x[exit, p] = x[entry, p]                             where a layer feeds the next of its kind
+    memory                  sum_o bytes(o, s) x[o, s] + sum_{t saved} bytes(t, q) z[t, p, q] <= budget
+
+x is binary, z continuous in [0, 1]; w counts the layers that share a block. One resharding z serves every consumer
+that wants the same placement. Parameters are operators too (how they are stored), and so are a block's entries and
+exits (how its inputs and outputs lie), so that what is priced inside a block is what every one of its layers runs.
+
+Solved by SCIP or HiGHS through OR-Tools' MathOpt: 32 layers of a 61-operator model took 5.0 s and 9.4 s, the pairwise
+form in CP-SAT was not closed after 120 s at 4 layers (docs/decisions.md). Here a block is solved once, whatever its count.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from ortools.math_opt.python import mathopt
+
+from costmodels.collectives import Collective
+from passes.blocks import Blocked
+from passes.graph import FLOATS, Op, Value
+from passes.placements import I, P, Placement, R, S, can_reshard, is_valid
+from passes.price import Axis, local_bytes, op_seconds, reshard_seconds
+from passes.rules import rule_of
+from passes.rules.base import Rule, Site, Strategy, block_counts, strategies
+from passes.saved import saved_operands, saved_results
+
+ROOT = -1
+SCALE = 1e3  # the objective in milliseconds: solvers' tolerances are absolute
+MIB = 2**20
+TIE_BREAK_S_PER_BYTE = 1e-18
+Region: TypeAlias = int  # ROOT, or the index of a block
+Key: TypeAlias = tuple[str, Region, str]  # kind ("op", "parameter", "input", "entry", "exit"), region, name
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the outer search knows: how often a resharding recurs, and what memory costs.
+
+    `microbatches` per step: partial gradients of parameters are summed once per step, not once per microbatch.
+    `state_bytes`: bytes per parameter element held on a rank (weights, gradients, optimizer), ZeRO included.
+    `budget_bytes`: for parameters and the saved activations of one microbatch; None where memory is no concern.
+    `keeps_activations`: False where blocks are recomputed (only their inputs are kept).
+    """
+
+    microbatches: int = 1
+    state_bytes: float = 16.0
+    budget_bytes: float | None = None
+    keeps_activations: bool = True
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The decision: a strategy per operator, a placement per parameter, block entry and block exit."""
+
+    axis: Axis
+    chosen: Mapping[Key, Strategy]
+    objective_s: float
+    bound_s: float
+    proved: bool
+
+    def of(self, kind: str, region: Region, name: str) -> Strategy:
+        return self.chosen[kind, region, name]
+
+    def placement(self, kind: str, region: Region, name: str) -> Placement:
+        return self.chosen[kind, region, name].results[0]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A decision of the programme: an operator, or one of the pseudo-operators named above."""
+
+    key: Key
+    site: Site
+    rule: Rule | None
+    options: tuple[Strategy, ...]
+    weight: int
+
+
+def wanted_cuts(program: Blocked, ranks: int) -> dict[str, frozenset[S]]:
+    """Which cuts consumers would like of every value: one reverse walk, repeated until layers that chain agree."""
+    wanted: dict[str, set[S]] = defaultdict(set)
+
+    def ask(value: Value, cut: S | None) -> None:
+        if cut is not None and is_valid(cut, value.sizes, ranks):
+            wanted[value.name].add(cut)
+
+    def walk(ops: Iterable[Op], values: Mapping[str, Value]) -> None:
+        for op in reversed(tuple(ops)):
+            rule = rule_of(op.target)
+            if rule is None:
+                continue
+            site = Site(op, tuple(values[name] for name in op.operands))
+            known = {v.name: frozenset(wanted[v.name]) for v in op.results}
+            for factor in rule.factors(site):
+                for blocks in block_counts(factor, site, known):
+                    for value, dim in zip(site.operands, factor.operands, strict=True):
+                        if dim is not None:
+                            ask(value, dim.cut(blocks))
+
+    count = -1
+    while count != (count := sum(map(len, wanted.values()))):
+        for statement in reversed(program.body):
+            if isinstance(statement, Op):
+                walk((statement,), program.values)
+                continue
+            block = program.blocks[statement.block]
+            for result, output in zip(statement.results, block.outputs, strict=True):
+                wanted[output] |= wanted[result.name]
+            if statement.instance == 0:
+                walk(block.ops, block.values)
+            for arg, formal in zip(statement.args, block.inputs, strict=True):
+                wanted[arg] |= wanted[formal.name]
+    return {name: frozenset(cuts) for name, cuts in wanted.items()}
+
+
+def shard(program: Blocked, axis: Axis, terms: Terms, seconds_limit: float = 60.0) -> Sharding | None:
+    """The cheapest sharding of one microbatch of `program` over `axis`; None where the memory budget allows none."""
+    return _Programme(program, axis, terms).solve(seconds_limit)
+
+
+def carried(program: Blocked) -> frozenset[tuple[int, int, int]]:
+    """(block, output, input): results that one layer hands to the next layer of its own kind."""
+    made = {v.name: (c.block, i) for c in program.calls for i, v in enumerate(c.results)}
+    return frozenset(
+        (call.block, made[arg][1], j)
+        for call in program.calls
+        for j, arg in enumerate(call.args)
+        if arg in made and made[arg][0] == call.block
+    )
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A value with its producer and consumers; `weight` equal ones are routed alike."""
+
+    value: Value
+    producer: Node
+    result: int
+    consumers: tuple[tuple[Node, int], ...]
+    weight: int
+    saved: bool
+
+
+class _Programme:
+    """Building, solving and reading back, in that order."""
+
+    def __init__(self, program: Blocked, axis: Axis, terms: Terms) -> None:
+        self.program, self.axis, self.terms = program, axis, terms
+        self.wanted = wanted_cuts(program, axis.ranks)
+        self.nodes: dict[Key, Node] = {}
+        self.tensors: list[_Tensor] = []
+        self.carried = carried(program)
+        self.make_nodes()
+        self.make_tensors()
+
+    # -- what there is to decide -----------------------------------------------------------------------------------
+
+    def make_nodes(self) -> None:
+        program = self.program
+        for value in program.inputs:
+            self.add("input", ROOT, value, (I,), 1)
+        for parameter in program.parameters:
+            self.add("parameter", ROOT, parameter.value, self.stored(parameter.value), 1)
+        for index, block in enumerate(program.blocks):
+            weight = len(block.paths)
+            for parameter in block.parameters:
+                self.add("parameter", index, parameter.value, self.stored(parameter.value), weight)
+            for j, value in enumerate(block.inputs):
+                outs = [block.values[block.outputs[o]] for b, o, i in sorted(self.carried) if (b, i) == (index, j)]
+                self.add("entry", index, value, self.boundary(value, *outs), weight)
+            self.add_ops(index, block.ops, block.values, weight)
+            for o, name in enumerate(block.outputs):
+                ins = [block.inputs[i] for b, out, i in sorted(self.carried) if (b, out) == (index, o)]
+                self.add("exit", index, block.values[name], self.boundary(block.values[name], *ins), weight)
+        self.add_ops(ROOT, (s for s in program.body if isinstance(s, Op)), program.values, 1)
+        loss = program.values[program.loss]
+        options = [I, P] if loss.grad else [I]
+        self.add("loss", ROOT, loss, tuple(options), 1)
+
+    def add_ops(self, region: Region, ops: Iterable[Op], values: Mapping[str, Value], weight: int) -> None:
+        for op in ops:
+            rule = rule_of(op.target)
+            site = Site(op, tuple(values[name] for name in op.operands))
+            options = strategies(site, rule, self.axis.ranks, self.wanted)
+            self.nodes["op", region, op.name] = Node(("op", region, op.name), site, rule, options, weight)
+
+    def add(self, kind: str, region: Region, value: Value, placements: tuple[Placement, ...], weight: int) -> None:
+        """A pseudo-operator that hands a value on, lying the same way before and after."""
+        op = Op(f"autopar.{kind}", (), (), (value,))
+        options = tuple(Strategy(str(p), (p,), (p,), split=False) for p in placements)
+        key = (kind, region, value.name)
+        self.nodes[key] = Node(key, Site(op, (value,)), None, options, weight)
+
+    def stored(self, value: Value) -> tuple[Placement, ...]:
+        """How a parameter may be stored: whole with or without partial gradients, or cut."""
+        whole: tuple[Placement, ...] = (I, R) if value.grad else (I,)
+        return (*whole, *sorted(self.wanted.get(value.name, ())))
+
+    def boundary(self, *values: Value) -> tuple[Placement, ...]:
+        """How a block's input or output may lie; values that are carried into each other share the choice."""
+        first = values[0]
+        cuts = {cut for v in values for cut in self.wanted.get(v.name, ()) if is_valid(cut, first.sizes, self.axis.ranks)}
+        whole: tuple[Placement, ...] = (I, R, P) if first.grad and first.dtype in FLOATS else (I,)
+        return (*whole, *sorted(cuts))
+
+    # -- what moves between decisions ------------------------------------------------------------------------------
+
+    def make_tensors(self) -> None:
+        program = self.program
+        for index, block in enumerate(program.blocks):
+            producers: dict[str, tuple[Node, int]] = {}
+            consumers: dict[str, list[tuple[Node, int]]] = defaultdict(list)
+            for parameter in block.parameters:
+                producers[parameter.value.name] = (self.nodes["parameter", index, parameter.value.name], 0)
+            for value in block.inputs:
+                producers[value.name] = (self.nodes["entry", index, value.name], 0)
+            self.wire(index, block.ops, producers, consumers)
+            for name in block.outputs:
+                consumers[name].append((self.nodes["exit", index, name], 0))
+            for name, (node, result) in producers.items():
+                self.tensors.append(self.tensor(block.values[name], node, result, consumers[name], len(block.paths)))
+        producers, consumers = {}, defaultdict(list)
+        for value in program.inputs:
+            producers[value.name] = (self.nodes["input", ROOT, value.name], 0)
+        for parameter in program.parameters:
+            producers[parameter.value.name] = (self.nodes["parameter", ROOT, parameter.value.name], 0)
+        self.wire(ROOT, (s for s in program.body if isinstance(s, Op)), producers, consumers)
+        for call in program.calls:
+            block = program.blocks[call.block]
+            for result, output in zip(call.results, block.outputs, strict=True):
+                producers[result.name] = (self.nodes["exit", call.block, output], 0)
+            for j, arg in enumerate(call.args):
+                consumers[arg].append((self.nodes["entry", call.block, block.inputs[j].name], 0))
+        consumers[program.loss].append((self.nodes["loss", ROOT, program.loss], 0))
+        groups: dict[tuple[object, ...], list[Value]] = defaultdict(list)
+        wires: dict[tuple[object, ...], tuple[Node, int, tuple[tuple[Node, int], ...]]] = {}
+        for name, (node, result) in producers.items():
+            readers: list[tuple[Node, int]] = []
+            for consumer, operand in consumers[name]:
+                if self.is_carried(node, consumer) or (consumer, operand) in readers:
+                    continue  # the next layer of the same kind takes it as it lies: `layers_chain`
+                readers.append((consumer, operand))
+            key = (node.key, result, tuple((c.key, i) for c, i in readers))
+            groups[key].append(program.values[name])
+            wires[key] = (node, result, tuple(readers))
+        for key, values in groups.items():
+            node, result, readers_of = wires[key]
+            self.tensors.append(self.tensor(values[0], node, result, list(readers_of), len(values)))
+
+    def is_carried(self, producer: Node, consumer: Node) -> bool:
+        return producer.key[0] == "exit" and consumer.key[0] == "entry" and producer.key[1] == consumer.key[1]
+
+    def wire(
+        self,
+        region: Region,
+        ops: Iterable[Op],
+        producers: dict[str, tuple[Node, int]],
+        consumers: dict[str, list[tuple[Node, int]]],
+    ) -> None:
+        for op in ops:
+            node = self.nodes["op", region, op.name]
+            for i, name in enumerate(op.operands):
+                consumers[name].append((node, i))
+            for i, value in enumerate(op.results):
+                producers[value.name] = (node, i)
+
+    def tensor(
+        self, value: Value, producer: Node, result: int, consumers: list[tuple[Node, int]], weight: int
+    ) -> _Tensor:
+        kept = producer.key[0] != "parameter" and self.terms.keeps_activations
+        saved = kept and any(c.key[0] == "op" and i in saved_operands(c.site) for c, i in consumers)
+        return _Tensor(value, producer, result, tuple(consumers), weight, saved)
+
+    # -- the programme ---------------------------------------------------------------------------------------------
+
+    def solve(self, seconds_limit: float) -> Sharding | None:
+        model = mathopt.Model(name="sharding")
+        x: dict[tuple[Key, int], mathopt.Variable] = {}
+        z: dict[tuple[int, Placement, Placement], mathopt.Variable] = {}
+        for node in self.nodes.values():
+            for s in range(len(node.options)):
+                x[node.key, s] = model.add_binary_variable()
+        for t, tensor in enumerate(self.tensors):
+            for source in self.given(tensor):
+                for target in self.asked(tensor):
+                    if can_reshard(source, target, tensor.value.grad):
+                        z[t, source, target] = model.add_variable(lb=0.0, ub=1.0)
+        self.one_strategy_each(model, x)
+        self.wanted_is_routed(model, x, z)
+        self.routed_is_produced(model, x, z)
+        self.layers_chain(model, x)
+        if self.terms.budget_bytes is not None:
+            self.memory_is_kept(model, x, z)
+        objective: mathopt.LinearExpression = mathopt.LinearExpression()
+        for node in self.nodes.values():
+            for s, strategy in enumerate(node.options):
+                objective += node.weight * self.node_seconds(node, strategy) * x[node.key, s]
+        for (t, source, target), variable in z.items():
+            tensor = self.tensors[t]
+            objective += tensor.weight * reshard_seconds(tensor.value, source, target, self.axis).total * variable
+        model.minimize(SCALE * objective)
+        parameters = mathopt.SolveParameters(
+            threads=1, random_seed=1, relative_gap_tolerance=1e-4, time_limit=timedelta(seconds=seconds_limit)
+        )
+        result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.NO_SOLUTION_FOUND):
+            return None
+        assert result.has_primal_feasible_solution(), f"the sharding programme ended with {result.termination}"
+        picked = result.variable_values()
+        chosen = {
+            node.key: max(enumerate(node.options), key=lambda s: (picked[x[node.key, s[0]]], -s[0]))[1]
+            for node in self.nodes.values()
+        }
+        bounds = result.termination.objective_bounds
+        return Sharding(
+            self.axis,
+            chosen,
+            bounds.primal_bound / SCALE,
+            bounds.dual_bound / SCALE,
+            reason is mathopt.TerminationReason.OPTIMAL,
+        )
+
+    def given(self, tensor: _Tensor) -> tuple[Placement, ...]:
+        return tuple(dict.fromkeys(s.results[tensor.result] for s in tensor.producer.options))
+
+    def asked(self, tensor: _Tensor) -> tuple[Placement, ...]:
+        return tuple(dict.fromkeys(s.operands[i] for c, i in tensor.consumers for s in c.options))
+
+    def node_seconds(self, node: Node, strategy: Strategy) -> float:
+        """Seconds per microbatch; a tiny share of the bytes held breaks ties in favour of memory."""
+        kind = node.key[0]
+        if kind == "op":
+            return op_seconds(node.site, node.rule, strategy, self.axis).total
+        if kind == "parameter":
+            value = node.site.results[0]
+            held = local_bytes(value, strategy.results[0], self.axis.ranks)
+            summed = self.axis.seconds(Collective.ALL_REDUCE, value.bytes) if strategy.results[0] is R else 0.0
+            return summed / self.terms.microbatches + TIE_BREAK_S_PER_BYTE * held
+        return 0.0
+
+    def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
+        for node in self.nodes.values():
+            model.add_linear_constraint(mathopt.fast_sum(x[node.key, s] for s in range(len(node.options))) == 1)
+
+    def wanted_is_routed(
+        self,
+        model: mathopt.Model,
+        x: Mapping[tuple[Key, int], mathopt.Variable],
+        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
+    ) -> None:
+        for t, tensor in enumerate(self.tensors):
+            for consumer, operand in tensor.consumers:
+                by_target: dict[Placement, list[mathopt.Variable]] = defaultdict(list)
+                for s, strategy in enumerate(consumer.options):
+                    by_target[strategy.operands[operand]].append(x[consumer.key, s])
+                for target, wanting in by_target.items():
+                    routes = [z[t, p, target] for p in self.given(tensor) if (t, p, target) in z]
+                    model.add_linear_constraint(mathopt.fast_sum(routes) >= mathopt.fast_sum(wanting))
+
+    def routed_is_produced(
+        self,
+        model: mathopt.Model,
+        x: Mapping[tuple[Key, int], mathopt.Variable],
+        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
+    ) -> None:
+        for t, tensor in enumerate(self.tensors):
+            giving: dict[Placement, list[mathopt.Variable]] = defaultdict(list)
+            for s, strategy in enumerate(tensor.producer.options):
+                giving[strategy.results[tensor.result]].append(x[tensor.producer.key, s])
+            for target in self.asked(tensor):
+                for source, variables in giving.items():
+                    if (t, source, target) in z:
+                        model.add_linear_constraint(z[t, source, target] <= mathopt.fast_sum(variables))
+
+    def layers_chain(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
+        for index, output, entry in sorted(self.carried):
+            block = self.program.blocks[index]
+            leaves = self.nodes["exit", index, block.outputs[output]]
+            enters = self.nodes["entry", index, block.inputs[entry].name]
+            places = {p: (ends_of(leaves, p), ends_of(enters, p)) for p in placements_of(leaves) | placements_of(enters)}
+            for out, into in (places[p] for p in sorted(places, key=str)):
+                model.add_linear_constraint(
+                    mathopt.fast_sum(x[leaves.key, s] for s in out) == mathopt.fast_sum(x[enters.key, s] for s in into)
+                )
+
+    def memory_is_kept(
+        self,
+        model: mathopt.Model,
+        x: Mapping[tuple[Key, int], mathopt.Variable],
+        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
+    ) -> None:
+        assert self.terms.budget_bytes is not None
+        held: mathopt.LinearExpression = mathopt.LinearExpression()
+        for node in self.nodes.values():
+            for s, strategy in enumerate(node.options):
+                held += node.weight * self.node_bytes(node, strategy) / MIB * x[node.key, s]
+        for (t, _, target), variable in z.items():
+            tensor = self.tensors[t]
+            if tensor.saved:
+                held += tensor.weight * local_bytes(tensor.value, target, self.axis.ranks) / MIB * variable
+        model.add_linear_constraint(held <= self.terms.budget_bytes / MIB)
+
+    def node_bytes(self, node: Node, strategy: Strategy) -> float:
+        if node.key[0] == "parameter":
+            value = node.site.results[0]
+            elements = local_bytes(value, strategy.results[0], self.axis.ranks) / (value.bytes / max(1, value.elements))
+            return elements * self.terms.state_bytes
+        if node.key[0] == "op" and self.terms.keeps_activations:
+            results = zip(node.site.results, strategy.results, strict=True)
+            kept = saved_results(node.site)
+            return sum(local_bytes(v, p, self.axis.ranks) for i, (v, p) in enumerate(results) if i in kept)
+        if node.key[0] == "entry" and not self.terms.keeps_activations:
+            return local_bytes(node.site.results[0], strategy.results[0], self.axis.ranks)
+        return 0.0
+
+
+def placements_of(node: Node) -> set[Placement]:
+    return {s.results[0] for s in node.options}
+
+
+def ends_of(node: Node, placement: Placement) -> list[int]:
+    return [i for i, s in enumerate(node.options) if s.results[0] == placement]
