@@ -10,7 +10,7 @@ Any other operator that mixes rows couples them: data parallel and microbatches 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from passes.graph import Graph, Op, Ref, Size, Value, mutates
@@ -146,12 +146,19 @@ def _implied(factor: Factor, lying: list[Spread]) -> set[object]:
     return {s.blocks / d.scale for s, d in zip(lying, factor.operands, strict=True) if isinstance(s, S) and d is not None}
 
 
-def prologue(graph: Graph, normalizers: tuple[str, ...]) -> tuple[Op, ...]:
-    """The operators that compute the normalizers, in order."""
-    needed = set(normalizers)
-    kept = []
+def split_prologue(graph: Graph, info: BatchInfo) -> tuple[Graph, tuple[Op, ...]]:
+    """The graph with the normalizers as inputs, and the operators that compute them."""
+    needed = set(info.normalizers)
+    prologue: list[Op] = []
     for op in reversed(graph.ops):
         if any(v.name in needed for v in op.results):
             needed.update(op.operands)
+            prologue.append(op)
+    kept, wanted = [], {graph.loss}
+    for op in reversed(graph.ops):
+        given = all(v.name in info.normalizers for v in op.results)
+        if not given and (any(v.name in wanted for v in op.results) or mutates(op)):
+            wanted.update(op.operands)
             kept.append(op)
-    return tuple(reversed(kept))
+    inputs = (*graph.inputs, *(graph.values[name] for name in info.normalizers))
+    return replace(graph, inputs=inputs, ops=tuple(reversed(kept))), tuple(reversed(prologue))

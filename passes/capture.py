@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from costmodels.errors import BadInput, CaptureError
-from passes.graph import FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
+from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
 
+LARGEST_LITERAL = 64  # elements of a tensor made inside forward that is written into the program
 ROWS = 2  # the batch that is traced; a symbol stands for it (0 and 1 would be specialised by torch)
 DETACHED = frozenset({"aten.detach.default", "aten.detach_.default"})
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,7 +53,7 @@ class Captured:
     name: str
     graph: Graph
     inputs: tuple[BatchInput, ...]
-    constants: Mapping[str, torch.Tensor]  # tensors made inside forward, by value name
+    constants: Mapping[str, torch.Tensor]  # tensors made inside forward that are too large to write down, by buffer name
     example_rows: int
     seq_len: int | None
     coupled: str  # why rows cannot be separated, "" where they can
@@ -266,6 +267,7 @@ def _records(
     inputs: list[Value] = []
     input_names: dict[int, str] = {}
     constants: dict[str, torch.Tensor] = {}
+    literals: list[Op] = []
     for node in placeholders:
         fake = node.meta["val"]
         if node.name in owned:
@@ -278,14 +280,24 @@ def _records(
                 parameters[names[0]] = Parameter(value, names, buffer=is_buffer, persistent=persistent)
             value_of[node.name] = parameters[names[0]].value.name
         elif node.name in signature.inputs_to_lifted_tensor_constants:
-            constants[node.name] = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
-            inputs.append(_value(node.name, fake, grad=False))
+            constant = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+            if isinstance(constant, FakeTensor):
+                raise CaptureError("a tensor made from numbers inside forward was not kept; make it a buffer")
+            value = _value(node.name, fake, grad=False)
+            if constant.numel() <= LARGEST_LITERAL:
+                literals.append(Op(CONSTANT, (_nested(constant.tolist()),), (), (value,)))
+            else:
+                path = f"constants.{len(constants)}"
+                constants[path] = constant
+                parameters[path] = Parameter(value, (path,), buffer=True, persistent=False)
         else:
             key = keys[user[node.name]]
             name = key if isinstance(key, str) and key.isidentifier() else f"input_{key}"
             inputs.append(_value(name, fake, grad=False))
             input_names[user[node.name]] = value_of[node.name] = name
-    reader = _Reader(value_of, {v.name: v for v in (*inputs, *(p.value for p in parameters.values()))})
+    known = (*inputs, *(p.value for p in parameters.values()), *(op.results[0] for op in literals))
+    reader = _Reader(value_of, {v.name: v for v in known})
+    reader.ops.extend(literals)
     for node in program.graph.nodes:
         if node.op == "call_function":
             reader.read(node)
@@ -296,6 +308,10 @@ def _records(
     assert isinstance(loss, Ref)
     # parameters that the loss never reads still belong to the model: they get no gradient, and stay as they are
     return Graph(tuple(inputs), tuple(parameters.values()), tuple(reader.ops), loss.name), input_names, constants
+
+
+def _nested(values: Any) -> Arg:
+    return tuple(map(_nested, values)) if isinstance(values, list) else values
 
 
 def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:

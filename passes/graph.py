@@ -19,6 +19,9 @@ DTYPE_BYTES = {
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
+CONSTANT = "autopar.constant.default"  # args: the values, nested as the shape
+
+
 @dataclass(frozen=True)
 class Size:
     """`per_batch * batch + fixed` elements."""

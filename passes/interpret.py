@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from passes.graph import Arg, Atom, Graph, Op, Ref, Rows
+from passes.graph import CONSTANT, Arg, Atom, Graph, Op, Ref, Rows
 
 
 def call(op: Op, tensors: Mapping[str, torch.Tensor], rows: int = 1, device: str = "cpu") -> tuple[torch.Tensor, ...]:
     """The results of one operator on real (or fake) tensors; `rows` is the global batch."""
+    if op.target == CONSTANT:
+        return (torch.tensor(op.args[0], dtype=getattr(torch, op.results[0].dtype), device=device),)
     overload: Any = torch.ops
     for part in op.target.split("."):
         overload = getattr(overload, part)

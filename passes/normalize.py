@@ -95,6 +95,7 @@ def without_noops(graph: Graph) -> Graph:
     values = graph.values
 
     def into(op: Op) -> Iterable[Op | Same]:
+        op = replace(op, kwargs=tuple((k, a) for k, a in op.kwargs if k not in ("pin_memory", "layout") and a is not None))
         first = values[op.operands[0]] if op.operands else None
         if first is None:
             return (op,)
@@ -133,8 +134,7 @@ def without_noops(graph: Graph) -> Graph:
         reshaping = ("aten.reshape.default", "aten.expand.default", "aten.slice.Tensor")
         if op.target in reshaping and same_type and (op.target != "aten.slice.Tensor" or op.arg(4, "step", 1) == 1):
             return (Same(op.name, first.name),)
-        kept = tuple((k, a) for k, a in op.kwargs if k not in ("pin_memory", "layout") and a is not None)
-        return (replace(op, kwargs=kept),)
+        return (op,)
 
     return substitute(graph, into)
 

@@ -69,6 +69,8 @@ class Sharding:
     bound_s: float
     proved: bool
 
+    held_bytes: float  # parameters' states and saved activations, as the memory constraint counts them
+
     def of(self, kind: str, region: Region, name: str) -> Strategy:
         return self.chosen[kind, region, name]
 
@@ -124,9 +126,27 @@ def wanted_cuts(program: Blocked, ranks: int) -> dict[str, frozenset[S]]:
     return {name: frozenset(cuts) for name, cuts in wanted.items()}
 
 
-def shard(program: Blocked, axis: Axis, terms: Terms, seconds_limit: float = 60.0) -> Sharding | None:
-    """The cheapest sharding of one microbatch of `program` over `axis`; None where the memory budget allows none."""
-    return _Programme(program, axis, terms).solve(seconds_limit)
+def shard(
+    program: Blocked, axis: Axis, terms: Terms, rows: Mapping[str, S] | None = None, seconds_limit: float = 60.0
+) -> Sharding | None:
+    """The cheapest sharding of one microbatch of `program` over `axis`; None where the memory budget allows none.
+
+    `rows` says how the rows of the batch lie in each value: splitting them is the data-parallel axis' business, so
+    the strategies that would are left out here. Matrix work that can be split is never repeated.
+    """
+    return _Programme(program, axis, terms, rows or {}).solve(seconds_limit)
+
+
+def least_seconds(program: Blocked, axis: Axis, rows: Mapping[str, S]) -> float:
+    """No sharding of a microbatch is faster: every operator by its fastest strategy, nothing resharded."""
+    programme = _Programme(program, axis, Terms(), rows)
+    nodes = programme.nodes.values()
+    return sum(n.weight * min(programme.node_seconds(n, s) for s in n.options) for n in nodes)
+
+
+def held_bytes(program: Blocked, axis: Axis, terms: Terms, rows: Mapping[str, S], sharding: Sharding) -> float:
+    """What the memory constraint counts for a sharding under `terms`."""
+    return _Programme(program, axis, terms, rows).held_bytes(sharding.chosen)
 
 
 def carried(program: Blocked) -> frozenset[tuple[int, int, int]]:
@@ -155,9 +175,10 @@ class _Tensor:
 class _Programme:
     """Building, solving and reading back, in that order."""
 
-    def __init__(self, program: Blocked, axis: Axis, terms: Terms) -> None:
-        self.program, self.axis, self.terms = program, axis, terms
-        self.wanted = wanted_cuts(program, axis.ranks)
+    def __init__(self, program: Blocked, axis: Axis, terms: Terms, rows: Mapping[str, S]) -> None:
+        self.program, self.axis, self.terms, self.rows = program, axis, terms, rows
+        wanted = wanted_cuts(program, axis.ranks)
+        self.wanted = {name: cuts - {rows[name]} if name in rows else cuts for name, cuts in wanted.items()}
         self.nodes: dict[Key, Node] = {}
         self.tensors: list[_Tensor] = []
         self.carried = carried(program)
@@ -192,8 +213,17 @@ class _Programme:
         for op in ops:
             rule = rule_of(op.target)
             site = Site(op, tuple(values[name] for name in op.operands))
-            options = strategies(site, rule, self.axis.ranks, self.wanted)
+            options = tuple(s for s in strategies(site, rule, self.axis.ranks, self.wanted) if not self.cuts_rows(site, s))
+            if rule is not None and rule.flop(site)[0] and any(s.split for s in options):
+                options = tuple(s for s in options if s.split)
             self.nodes["op", region, op.name] = Node(("op", region, op.name), site, rule, options, weight)
+
+    def cuts_rows(self, site: Site, strategy: Strategy) -> bool:
+        pairs = (
+            *zip(site.operands, strategy.operands, strict=True),
+            *zip(site.results, strategy.results, strict=True),
+        )
+        return any(self.rows.get(value.name) == placement for value, placement in pairs)
 
     def add(self, kind: str, region: Region, value: Value, placements: tuple[Placement, ...], weight: int) -> None:
         """A pseudo-operator that hands a value on, lying the same way before and after."""
@@ -310,8 +340,15 @@ class _Programme:
             tensor = self.tensors[t]
             objective += tensor.weight * reshard_seconds(tensor.value, source, target, self.axis).total * variable
         model.minimize(SCALE * objective)
+        # the relaxation is almost integral: cutting planes and presolve rounds only cost time (docs/decisions.md)
         parameters = mathopt.SolveParameters(
-            threads=1, random_seed=1, relative_gap_tolerance=1e-4, time_limit=timedelta(seconds=seconds_limit)
+            threads=1,
+            random_seed=1,
+            relative_gap_tolerance=1e-4,
+            cuts=mathopt.Emphasis.OFF,
+            presolve=mathopt.Emphasis.LOW,
+            heuristics=mathopt.Emphasis.LOW,
+            time_limit=timedelta(seconds=seconds_limit),
         )
         result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
         reason = result.termination.reason
@@ -330,7 +367,17 @@ class _Programme:
             bounds.primal_bound / SCALE,
             bounds.dual_bound / SCALE,
             reason is mathopt.TerminationReason.OPTIMAL,
+            self.held_bytes(chosen),
         )
+
+    def held_bytes(self, chosen: Mapping[Key, Strategy]) -> float:
+        """The left-hand side of the memory constraint for a decision."""
+        held = sum(node.weight * self.node_bytes(node, chosen[node.key]) for node in self.nodes.values())
+        for tensor in self.tensors:
+            if tensor.saved:
+                targets = {chosen[c.key].operands[i] for c, i in tensor.consumers}
+                held += tensor.weight * sum(local_bytes(tensor.value, q, self.axis.ranks) for q in targets)
+        return held
 
     def given(self, tensor: _Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.results[tensor.result] for s in tensor.producer.options))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from costmodels.operators import OperatorClass
-from passes.graph import Op
+from passes.graph import CONSTANT, Op
 from passes.rules.base import Dim, Factor, Rule, Site
 from passes.rules.common import Shapes, with_arg
 
@@ -45,4 +45,5 @@ CREATION: Mapping[str, Rule] = {
     **{f"aten.{name}": made_of_size(1) for name in _FROM_TENSOR.split()},
     **{f"aten.{name}": made_of_size(0, random=True) for name in _RANDOM.split()},
     **{f"aten.{name}": Rule(OperatorClass.POINTWISE, whole) for name in _WHOLE.split()},
+    CONSTANT: Rule(OperatorClass.POINTWISE, whole),
 }

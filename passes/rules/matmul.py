@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 from costmodels.operators import OperatorClass
-from passes.graph import Value
+from passes.graph import DTYPE_BYTES, Value
 from passes.rules.base import Dim, Factor, Rule, Site
 from passes.rules.common import Sets, aligned, in_each
 
@@ -62,14 +63,15 @@ def matmul_flop(site: Site) -> tuple[int, int]:
 
 
 def added_product(site: Site) -> tuple[Factor, ...]:
-    """bias[.., m, n] + a[.., m, i] @ b[.., i, n]: the bias is broadcast."""
+    """bias[.., m, n] + a[.., m, i] @ b[.., i, n]: the bias is broadcast. With leading dims, i is not cut."""
     rank = len(site.results[0].sizes)
     where = aligned(site.operands[0], rank)
+    inner = (Factor("in", (None, Dim(1), Dim(0)), (None,), form=BIAS_ONCE),) if rank == 2 else ()
     return (
         *(Factor(f"dim {d}", (where[d], Dim(d), Dim(d)), (Dim(d),)) for d in range(rank - 2)),
         Factor("rows", (where[rank - 2], Dim(rank - 2), None), (Dim(rank - 2),)),
         Factor("out", (where[rank - 1], None, Dim(rank - 1)), (Dim(rank - 1),)),
-        Factor("in", (None, Dim(rank - 1), Dim(rank - 2)), (None,), form=BIAS_ONCE),
+        *inner,
     )
 
 
@@ -118,9 +120,22 @@ def einsum_flop(site: Site) -> tuple[int, int]:
 def grouped(site: Site) -> tuple[Factor, ...]:
     """x[t, i], w[e, i, o], ends[e] -> y[t, o]: rows of x belong to experts by position, so they are not cut."""
     x, weight, *rest = site.operands
-    if len(x.sizes) != 2 or len(weight.sizes) != 3 or len(rest) > 1:
+    if len(x.sizes) != 2 or len(weight.sizes) != 3 or len(rest) != 1:
         return ()
     return Factor("out", (None, Dim(2), None), (Dim(1),)), Factor("in", (Dim(1), Dim(1), None), (None,))
+
+
+def grouped_in_one_kernel(site: Site) -> tuple[Factor, ...]:
+    """The kernel wants rows of whole 16 bytes: dims whose equal shares over up to 64 ranks have them."""
+    if len(site.operands[1].sizes) != 3:
+        return ()
+    _, inner, outer = site.operands[1].sizes
+    whole = {"out": outer, "in": inner}
+    return tuple(
+        replace(factor, even=True)
+        for factor in grouped(site)
+        if whole[factor.name] * DTYPE_BYTES[site.operands[1].dtype] % (64 * 16) == 0
+    )
 
 
 def grouped_flop(site: Site) -> tuple[int, int]:
@@ -142,6 +157,6 @@ MATMUL: Mapping[str, Rule] = {
     "aten.addmm.default": _ADDED,
     "aten.baddbmm.default": _ADDED,
     "aten.einsum.default": Rule(COST, einsum, in_each, einsum_flop),
-    "aten._grouped_mm.default": Rule(COST, grouped, flop=grouped_flop),
+    "aten._grouped_mm.default": Rule(COST, grouped_in_one_kernel, flop=grouped_flop),
     "transformers.grouped_mm_fallback.default": Rule(COST, grouped, flop=grouped_flop),
 }

@@ -137,6 +137,8 @@ def local_unflatten(site: Site, results: Shapes) -> Op:
 def local_squeeze(site: Site, results: Shapes) -> Op:
     """Names the dims that go: a dim that is cut down to one element stays."""
     shape = site.operands[0].sizes
+    if not shape:
+        return site.op
     named = dims(site.arg(1, "dim"), len(shape)) if site.arg(1, "dim") is not None else range(len(shape))
     gone = tuple(d for d in named if shape[d] == 1)
     return replace(site.op, target="aten.squeeze.dims", args=(site.op.args[0], gone), kwargs=())

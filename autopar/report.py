@@ -1,0 +1,485 @@
+"""A plan for people: as text on one screen, as a folder with its program, and read back from there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import yaml
+
+from costmodels.errors import BadInput, PlanMismatch
+from passes.plan import VERSION, Alternative, BlockPlan, Plan, Schedule, Stage, StageMemory, Zero
+
+if TYPE_CHECKING:
+    import torch
+
+WIDTH = 100
+LABEL = 11  # columns
+BAR = 22
+SHOWN_BLOCKS = 8
+SHOWN_ALTERNATIVES = 4
+SHOWN_WARNINGS = 4
+SHOWN_COLLECTIVES = 10
+GRID = 8  # rows and columns of ranks before some are left out
+
+TIMES = {
+    "compute": "compute", "tp_comm": "tp", "dp_comm": "dp", "cp_comm": "cp", "ep_comm": "ep", "pp_comm": "pp",
+    "bubble": "bubble", "recompute": "recompute", "optimizer": "optimizer",
+}  # fmt: skip
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserved_overhead")
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def render(plan: Plan, *, blocks: bool = False, colour: bool = False) -> str:
+    """The plan on one screen; with `blocks` also every block, the costliest collectives and where each rank is."""
+    paragraphs = [
+        [*_entry("model", _model(plan)), *_entry("cluster", _cluster(plan))],
+        [*_entry("plan", _choice(plan)), *_entry("step", _step(plan))],
+        _entry("memory", _memory(plan)),
+        _entry("blocks", _blocks(plan.stages, SHOWN_BLOCKS if not blocks else None)),
+        [_solver(plan), *_entry("next best", _alternatives(plan))],
+        _entry("warnings", _warnings(plan.warnings, SHOWN_WARNINGS if not blocks else None)),
+    ]
+    if blocks:
+        paragraphs += [_entry("traffic", _collectives(plan)), _entry("ranks", _ranks(plan))]
+    text = "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+    return _coloured(text) if colour else text
+
+
+def _entry(label: str, lines: Iterable[str]) -> list[str]:
+    """Lines with the label before the first, and as much space before the others."""
+    return [f"{label if i == 0 else '':{LABEL}}{line}".rstrip() for i, line in enumerate(lines)]
+
+
+def _model(plan: Plan) -> list[str]:
+    work, model = plan.workload, plan.model
+    size = f"{_count(model.parameters)} parameters"
+    if model.trainable_parameters != model.parameters:
+        size += f" ({_count(model.trainable_parameters)} trainable)"
+    sequence = [] if work.seq_len is None else [f"sequence {work.seq_len:,}"]
+    optimizer = OPTIMIZERS.get(work.optimizer, work.optimizer)
+    facts = ", ".join([size, *sequence, f"global batch {work.global_batch:,}", work.precision, optimizer])
+    return _wrapped(f"{model.name}   {facts}", indent="  ")
+
+
+def _cluster(plan: Plan) -> list[str]:
+    cluster = plan.cluster
+    machines = f"{_number(cluster.nodes, 'node')} of {cluster.devices // cluster.nodes:,} {cluster.device}"
+    idle = f"{plan.idle_devices:,} of {cluster.devices:,} idle" if plan.idle_devices else "none idle"
+    return [f"{machines}, {idle}; catalogue priors, not calibrated"]
+
+
+def _choice(plan: Plan) -> list[str]:
+    mesh, schedule = asdict(plan.mesh), plan.schedule
+    shown = [f"{axis} {size}" for axis, size in mesh.items() if size > 1 or axis in ("pp", "dp", "tp")]
+    zero = _zero(plan.zero) or "no ZeRO"
+    batches = f"{_number(schedule.microbatches, 'microbatch', 'microbatches')} of {schedule.microbatch}"
+    line = "   ".join(shown) + f"    {zero}    {batches}"
+    if plan.mesh.pp > 1:
+        virtual = f", {schedule.virtual_stages} virtual stages" if schedule.virtual_stages > 1 else ""
+        line += f"    {schedule.name}{virtual}"
+    return [line]
+
+
+def _zero(zero: Zero) -> str:
+    return f"ZeRO-{zero.stage} over {zero.group}" if zero.stage else ""
+
+
+def _step(plan: Plan) -> list[str]:
+    unit = "tokens/s" if plan.workload.seq_len is not None else "samples/s"
+    speed = f"{_significant(plan.tokens_per_s_per_device)} {unit} per device"
+    first = f"{_seconds(plan.step_time_s)}   {speed}   MFU {plan.mfu:.2f}"
+    total = plan.time_s.total
+    if total <= 0:
+        return [first]
+    shares = {TIMES[name]: seconds / total for name, seconds in asdict(plan.time_s).items()}
+    large = sorted((item for item in shares.items() if item[1] >= 0.005), key=lambda item: -item[1])
+    parts = [f"{name} {100 * share:.0f} %" for name, share in large]
+    rest = 1 - sum(share for _, share in large)
+    if rest >= 0.005:
+        parts.append(f"other {100 * rest:.0f} %")
+    return [first, "  ".join(parts)]
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The fullest stage against its limit, and what fills it."""
+    if not plan.memory:
+        return []
+    fullest = max(plan.memory, key=lambda one: (one.peak_bytes / one.limit_bytes, -one.stage))
+    unit, divisor = _byte_unit(fullest.limit_bytes)
+    small, small_divisor = _byte_unit(fullest.peak_bytes)
+    if small != unit:  # megabytes in gigabytes: two numbers with their own units
+        used = f"{_in(fullest.peak_bytes, small_divisor)} {small} of {_in(fullest.limit_bytes, divisor)} {unit}"
+    else:
+        used = f"{_in(fullest.peak_bytes, divisor)} of {_in(fullest.limit_bytes, divisor)} {unit}"
+    where = f"   stage {fullest.stage}, the fullest of {len(plan.memory)}" if len(plan.memory) > 1 else ""
+    return [f"{_bar(fullest)}  {used} per device{where}", *_wrapped(_parts(fullest, small_divisor), indent="")]
+
+
+def _bar(memory: StageMemory) -> str:
+    full = memory.peak_bytes / memory.limit_bytes
+    blocks = min(BAR, math.ceil(BAR * full)) if full > 0 else 0
+    return "█" * blocks + "░" * (BAR - blocks)
+
+
+def _parts(memory: StageMemory, divisor: int) -> str:
+    names = {part: part.replace("reserved_overhead", "overhead") for part in PARTS}
+    return "  ".join(
+        f"{names[part]} {_in(size, divisor)}"
+        for part in PARTS
+        if (size := getattr(memory, part)) or part == "parameters"
+    )
+
+
+def _blocks(stages: Sequence[Stage], most: int | None) -> list[str]:
+    """One line per distinct block; a block that several stages run stands once."""
+    merged: dict[tuple[str, str], BlockPlan] = {}
+    for block in (block for stage in stages for block in stage.blocks):
+        before = merged.get((block.name, block.sharding), BlockPlan(block.name, 0, 0, block.sharding))
+        merged[block.name, block.sharding] = BlockPlan(
+            block.name, before.count + block.count, before.recomputed + block.recomputed, block.sharding
+        )
+    named = [(f"{b.count} x {b.name}" if b.count > 1 else b.name, b) for b in merged.values()]
+    column = min(30, max((len(name) for name, _ in named), default=0)) + 3
+    lines = []
+    for name, block in named[:most]:
+        recomputed = {0: "", block.count: ", recomputed"}.get(
+            block.recomputed, f", {block.recomputed} of {block.count} recomputed"
+        )
+        text = f"{name:{column - 3}}   {block.sharding}{recomputed}"
+        lines += _wrapped(text, indent=" " * column, most=2 if most else None)
+    if most is not None and len(named) > most:
+        lines.append(f"and {len(named) - most} more: show with --blocks")
+    return lines
+
+
+def _solver(plan: Plan) -> str:
+    solver = plan.solver
+    if plan.status == "optimal":
+        found = "proved optimal"
+    elif math.isfinite(solver.gap):
+        found = f"best found, at most {100 * solver.gap:.1f} % from the optimum"
+    else:
+        found = "best found, without a bound"
+    took = f", {_seconds(solver.seconds)}" if solver.seconds else ""
+    counts = f"{_number(solver.enumerated, 'candidate')}, {solver.pruned:,} pruned, {solver.solved:,} solved"
+    return f"{found}: {counts}{took}"
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    limit = max((one.limit_bytes for one in plan.memory), default=0)
+    rows = []
+    for other in plan.alternatives[:SHOWN_ALTERNATIVES]:
+        fits = not limit or other.peak_bytes <= limit
+        slower = f"{100 * (other.step_time_s / plan.step_time_s - 1):+.1f} %" if fits and plan.step_time_s else "-"
+        rows.append((_difference(plan, other), slower, other.why_not))
+    first, second = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
+    return [_cut(f"{name:{first}}   {slower:>{second}}   {why}") for name, slower, why in rows]
+
+
+def _difference(plan: Plan, other: Alternative) -> str:
+    """What an alternative is: its axes, and of the rest what differs from the plan."""
+    parts = [f"{axis} {size}" for axis, size in asdict(other.mesh).items() if size > 1] or ["one device"]
+    if other.zero != plan.zero:
+        parts.append(f"ZeRO-{other.zero.stage}" if other.zero.stage else "no ZeRO")
+        if other.zero.stage and other.zero.group != other.mesh.dp:
+            parts[-1] += f" over {other.zero.group}"
+    parts += _schedule_difference(plan.schedule, other.schedule)
+    if other.recompute != plan.fixed()["recompute"]:
+        parts.append({"none": "no recompute", "full": "all recomputed"}.get(other.recompute, other.recompute))
+    return "  ".join(parts)
+
+
+def _schedule_difference(chosen: Schedule, other: Schedule) -> list[str]:
+    parts = [other.name] if other.name != chosen.name else []
+    if other.microbatch != chosen.microbatch:
+        parts.append(f"microbatch {other.microbatch}")
+    if other.virtual_stages != chosen.virtual_stages:
+        parts.append(f"{other.virtual_stages} virtual")
+    return parts
+
+
+def _warnings(warnings: Sequence[str], most: int | None) -> list[str]:
+    lines = [line for text in warnings[:most] for line in _wrapped(text, indent="  ", most=2 if most else None)]
+    if most is not None and len(warnings) > most:
+        lines.append(f"and {len(warnings) - most} more: show with --blocks")
+    return lines
+
+
+def _collectives(plan: Plan) -> list[str]:
+    """The costliest collectives of a step."""
+    used = sorted(plan.collectives, key=lambda one: (-one.seconds, one.name, one.axis, one.tensor))
+    rows = [
+        (one.name, one.axis, one.tensor, _bytes(one.full_bytes), f"{one.count:,} x", _seconds(one.seconds))
+        for one in used[:SHOWN_COLLECTIVES]
+    ]
+    widths = [min(40, max((len(row[i]) for row in rows), default=0)) for i in range(6)]
+    lines = [
+        "   ".join(
+            f"{cell if len(cell) <= width else cell[: width - 1] + '…':{'<' if i < 3 else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    if len(used) > SHOWN_COLLECTIVES:
+        rest = used[SHOWN_COLLECTIVES:]
+        lines.append(f"and {len(rest)} more, {_seconds(sum(one.seconds for one in rest))} together")
+    return lines
+
+
+def _ranks(plan: Plan) -> list[str]:
+    """Which rank has which place: rows are the outer axes, columns tp, the innermost."""
+    mesh = plan.mesh
+    outer = [(axis, getattr(mesh, axis)) for axis in ("pp", "dp", "cp") if getattr(mesh, axis) > 1 or axis == "dp"]
+    places = list(product(*(range(size) for _, size in outer)))
+    names = ["  ".join(f"{axis} {i}" for (axis, _), i in zip(outer, place, strict=True)) for place in places]
+    rows, columns = _elided(len(places)), _elided(mesh.tp)
+    first = max(len(name) for name in names)
+    width = max(len(f"tp {mesh.tp - 1}"), len(str(mesh.devices - 1)))
+    head = "  ".join(f"{'...' if j is None else f'tp {j}':>{width}}" for j in columns)
+    lines = [f"{'':{first}}  {head}"]
+    for i in rows:
+        name = "..." if i is None else names[i]
+        cells = "  ".join(f"{'...' if i is None or j is None else i * mesh.tp + j:>{width}}" for j in columns)
+        lines.append(f"{name:{first}}  {cells}")
+    return lines
+
+
+def _elided(count: int) -> list[int | None]:
+    """All numbers below `count`, or the first ones, None, and the last."""
+    if count <= GRID:
+        return list(range(count))
+    return [*range(GRID - 2), None, count - 1]
+
+
+def _wrapped(text: str, *, indent: str, most: int | None = None) -> list[str]:
+    width = WIDTH - LABEL
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, replace_whitespace=False, break_on_hyphens=False, max_lines=most,
+        placeholder=" …",
+    )  # fmt: skip
+    return lines or [""]
+
+
+def _cut(text: str) -> str:
+    width = WIDTH - LABEL
+    return text if len(text) <= width else text[: width - 2].rstrip() + " …"
+
+
+def _coloured(text: str) -> str:
+    """Labels in bold, as a terminal shows them."""
+    lines = []
+    for line in text.splitlines():
+        label = line[:LABEL].strip()
+        if (
+            label
+            and line[LABEL - 1 : LABEL] == " "
+            and line[:1] != " "
+            and not line.startswith(("proved", "best found"))
+        ):
+            line = f"\x1b[1m{line[:LABEL]}\x1b[0m{line[LABEL:]}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+def _significant(value: float) -> str:
+    """Three significant digits, with separators from a thousand on."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    rounded = round(value, digits)
+    return f"{rounded:,.{max(0, digits)}f}"
+
+
+def _count(value: int) -> str:
+    """A number of parameters: 8.03 B."""
+    for size, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{_significant(value / size)} {name}"
+    return str(value)
+
+
+def _number(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _seconds(value: float) -> str:
+    for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= size or name == "µs":
+            return f"{_significant(value / size)} {name}"
+    raise AssertionError("the last unit takes what is left")
+
+
+def _byte_unit(value: int) -> tuple[str, int]:
+    for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size / 10 or name == "KiB":
+            return name, size
+    raise AssertionError("the last unit takes what is left")
+
+
+def _in(value: int, divisor: int) -> str:
+    scaled = value / divisor
+    return f"{scaled:,.1f}" if scaled >= 0.05 or value == 0 else "<0.1"
+
+
+def _bytes(value: int) -> str:
+    unit, divisor = _byte_unit(value)
+    return f"{_in(value, divisor)} {unit}"
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+PLAN, PROGRAM, BUFFERS = "plan.yaml", "program.py", "buffers.pt"
+
+
+def save(folder: Path, plan: Plan, program: str, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Write plan.yaml, program.py and, where there are any, buffers.pt: the folder appears whole or not at all.
+
+    An earlier output at this place is replaced.
+    """
+    check_output_folder(folder)
+    folder = folder.absolute()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+            new, old = Path(scratch, "new"), Path(scratch, "old")
+            new.mkdir()
+            (new / PLAN).write_text(plan.to_yaml(), encoding="utf-8")
+            (new / PROGRAM).write_text(program, encoding="utf-8")
+            if buffers:
+                import torch
+
+                torch.save(dict(buffers), new / BUFFERS)
+            if folder.exists():
+                folder.rename(old)
+            try:
+                new.rename(folder)
+            except OSError:
+                if old.exists():
+                    old.rename(folder)
+                raise
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raise BadInput where `save` would destroy what autopar has not written."""
+    if not folder.exists():
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise BadInput(f"{folder}: cannot be written: {above} is not a folder that you may write to")
+        return
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is a file: --out names a folder")
+    found = {one.name for one in folder.iterdir()}
+    foreign = sorted(found - {PLAN, PROGRAM, BUFFERS, "__pycache__"})
+    if foreign or (found and not {PLAN, PROGRAM} <= found):
+        what = f"holds {', '.join(foreign[:3])}" if foreign else f"has no {PLAN} and {PROGRAM}"
+        raise BadInput(f"{folder} is not empty and not an output of autopar alone (it {what}): name another folder")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    scratch = file.with_name(f".{file.name}-{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(file)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise BadInput(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def read_plan(path: Path, *, any_version: bool = False) -> Plan:
+    """The plan that a file (plan.yaml, or what --json wrote) or the folder with a plan.yaml holds.
+
+    Raises BadInput where it is no plan, and PlanMismatch where another version of autopar wrote it.
+    """
+    file = path / PLAN if path.is_dir() else path
+    values = _mapping(file)
+    version = values.pop("autopar", None)
+    if version is None:
+        raise BadInput(f"{file}: not a plan: it has no key 'autopar'")
+    if version != VERSION and not any_version:
+        raise PlanMismatch(f"{file} was made by autopar {version}, this is {VERSION}: make the plan again")
+    try:
+        return _as(Plan, values, "")
+    except _Unlike as fault:
+        other = f" (made by autopar {version}, this is {VERSION})" if version != VERSION else ""
+        raise BadInput(f"{file}: not a plan: {fault}{other}") from None
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise BadInput(f"{file}: cannot be read: {reason}") from None
+    try:
+        # YAML 1.1 takes the 1e-05 of JSON for a string
+        values = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else getattr(error, "lineno", None)
+        raise BadInput(f"{file}: neither YAML nor JSON{f', see line {line}' if line else ''}") from None
+    if not isinstance(values, dict):
+        raise BadInput(f"{file}: not a plan: expected a mapping, got {values!r:.40}")
+    return values
+
+
+class _Unlike(Exception):
+    """A value is not what the plan has at this place."""
+
+
+T = TypeVar("T")
+
+
+def _as(kind: type[T], value: object, where: str) -> T:
+    """`value` (of mappings, lists and scalars) as a dataclass, tuple, mapping or scalar of that type."""
+    made = _dataclass(kind, value, where) if is_dataclass(kind) else _other(kind, value, where)
+    return cast(T, made)
+
+
+def _dataclass(kind: Any, value: object, where: str) -> object:
+    if not isinstance(value, Mapping):
+        raise _Unlike(f"{where or 'the file'} is {value!r:.40}, not a mapping")
+    hints = get_type_hints(kind)
+    made = {}
+    for field in fields(kind):
+        path = f"{where}.{field.name}" if where else field.name
+        if field.name in value:
+            made[field.name] = _as(hints[field.name], value[field.name], path)
+        elif field.default is MISSING:
+            raise _Unlike(f"{path} is missing")
+    return kind(**made)
+
+
+def _other(kind: Any, value: object, where: str) -> object:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_as(args[0], one, f"{where}[{i}]") for i, one in enumerate(value))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {_as(args[0], k, where): _as(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if origin in (Union, types.UnionType):
+        if any(option is type(None) if value is None else option is type(value) for option in args):
+            return value
+        return _as(next(option for option in args if option is not type(None)), value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise _Unlike(f"{where} is {value!r:.40}, not {getattr(kind, '__name__', kind)}")

@@ -1,0 +1,83 @@
+"""Runs a generated program: `torchrun --nproc-per-node N program.py [--steps N] [--device cpu|cuda]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from autopar.runtime import mesh
+from autopar.runtime.program import Program
+from autopar.runtime.trainer import Batch, Trainer
+
+BUFFERS = "buffers.pt"  # beside the program: what it needs besides parameters
+
+
+def main(program: Program, argv: Sequence[str] | None = None) -> None:
+    """Train `program` as the command line says. Exit code 2, with one sentence, where it cannot start."""
+    options = _parse(argv)
+    folder = Path(sys.argv[0]).resolve().parent
+    # `record` puts this rank's traceback where torchrun shows it; torchrun then ends all other ranks.
+    record(_train)(program, options, folder)
+
+
+def _train(program: Program, options: argparse.Namespace, folder: Path) -> None:
+    try:
+        mesh.check_world_size(program.mesh)
+        trainer = Trainer(program, device=options.device, seed=options.seed)
+        _load(trainer, options, folder / BUFFERS)
+        batches = _batches(program, options)
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    for step in range(options.steps):
+        began = time.perf_counter()
+        loss = trainer.step(batches(step))
+        seconds = time.perf_counter() - began
+        if dist.get_rank() == 0:
+            print(f"step {step:4d}   loss {loss:.6f}   {seconds:.3f} s   peak {_peak_gib():.2f} GiB", flush=True)
+    dist.destroy_process_group()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train this program; without --data on random batches.")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default 10)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="a whole state dict, as torch.save writes it")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="a list of global batches, as torch.save writes it")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and random batches (default 0)")
+    return parser.parse_args(argv)
+
+
+def _load(trainer: Trainer, options: argparse.Namespace, buffers: Path) -> None:
+    if buffers.exists():
+        trainer.load_buffers(torch.load(buffers, mmap=True, weights_only=True))
+    if options.weights is not None:
+        trainer.load_state_dict(torch.load(options.weights, mmap=True, weights_only=True))
+
+
+def _batches(program: Program, options: argparse.Namespace) -> Callable[[int], Batch]:
+    """The batch of each step."""
+    if options.data is None:
+        return lambda step: program.random_batch(options.seed, step)
+    batches: list[Batch] = torch.load(options.data, mmap=True, weights_only=True)
+    if not batches:
+        raise ValueError(f"{options.data} holds no batch")
+    return lambda step: batches[step % len(batches)]
+
+
+def _peak_gib() -> float:
+    """The most memory this process has had: allocated on the GPU, or resident on a CPU."""
+    if mesh.current().device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,145 @@
+"""The device mesh that this process is part of: one for the program, reached by the names of its axes.
+
+init({"dp": 2, "tp": 2})           tp=0    tp=1        the last axis is innermost: neighbours in rank
+                           dp=0   rank 0  rank 1
+                           dp=1   rank 2  rank 3
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+GLOO_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this process sees it: its group, its place in it, and how many are in it."""
+
+    name: str
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh, its axes by name, and the device of this process."""
+
+    device_mesh: DeviceMesh
+    axes: Mapping[str, Axis]
+    device: torch.device
+    world: dist.ProcessGroup
+
+
+_current: Mesh | None = None
+
+
+def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> Mesh:
+    """Make `mesh` ({axis: size}, last axis innermost) the current one.
+
+    Initialises the process group where nobody has: nccl on cuda, gloo on cpu. Without torchrun the world is this
+    process alone. `device` is "cpu" or "cuda"; None takes cuda where there is one.
+    """
+    global _current
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    check_world_size(mesh)
+    own = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(own)
+    if not dist.is_initialized():
+        _init_process_group(own)
+    if _current is not None and _is_alive(_current) and _current.device == own:
+        shape = {name: axis.size for name, axis in _current.axes.items()}
+        if list(shape.items()) == list(mesh.items()):
+            return _current  # process groups are dear: no second set for the same mesh
+    device_mesh = init_device_mesh(kind, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    axes = {
+        name: Axis(name, device_mesh.get_group(name), device_mesh.get_local_rank(name), size)
+        for name, size in mesh.items()
+    }
+    _current = Mesh(device_mesh, axes, own, _world())
+    return _current
+
+
+def current() -> Mesh:
+    """The mesh that `init` made."""
+    if _current is None or not _is_alive(_current):
+        raise RuntimeError("there is no device mesh yet: call autopar.runtime.init(mesh) first")
+    return _current
+
+
+def axis(name: str) -> Axis:
+    """The axis of that name."""
+    axes = current().axes
+    if name not in axes:
+        raise KeyError(f"the mesh has no axis {name!r}, only {', '.join(axes)}")
+    return axes[name]
+
+
+def axis_or_none(name: str) -> Axis | None:
+    """The axis of that name, or None where the mesh does without."""
+    return current().axes.get(name)
+
+
+def shard_mesh(group: int) -> DeviceMesh:
+    """The data-parallel axis for `fully_shard`, parameters sharded over `group` neighbours on it.
+
+    One mesh dim where the group is the whole axis, else two: dp_replicate (outer) and dp_shard.
+    """
+    mesh = current()
+    dp = mesh.axes["dp"].size
+    if group == dp:
+        return mesh.device_mesh["dp"]
+    if dp % group:
+        raise ValueError(f"a data-parallel axis of {dp} has no equal groups of {group}")
+    names: list[str] = []
+    sizes: list[int] = []
+    for name, one in mesh.axes.items():
+        names += ["dp_replicate", "dp_shard"] if name == "dp" else [name]
+        sizes += [dp // group, group] if name == "dp" else [one.size]
+    split = init_device_mesh(mesh.device.type, tuple(sizes), mesh_dim_names=tuple(names))
+    return split["dp_replicate", "dp_shard"]
+
+
+def check_world_size(mesh: Mapping[str, int]) -> None:
+    """Raise ValueError where the processes are not as many as the mesh has places."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    places = math.prod(mesh.values())
+    if world != places:
+        shape = ", ".join(f"{name} {size}" for name, size in mesh.items())
+        raise ValueError(
+            f"the program is for {places} processes ({shape}), but {world} {'was' if world == 1 else 'were'} started; "
+            f"use torchrun --nproc-per-node so that nodes x processes = {places}"
+        )
+
+
+def _init_process_group(device: torch.device) -> None:
+    backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {"timeout": GLOO_TIMEOUT})
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, **options)
+        return
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may resolve to nothing
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the process group is initialised"
+    return world
+
+
+def _is_alive(mesh: Mesh) -> bool:
+    """Whether the mesh's process groups are still those of the initialised world."""
+    return dist.is_initialized() and dist.group.WORLD is mesh.world

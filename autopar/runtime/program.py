@@ -1,0 +1,102 @@
+"""What a generated file says about its program: the model, the mesh, the batch, and how to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.layout import I, P, Placement
+from autopar.runtime.module import ShardedModule, derived_seed
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the batch: `shape` without the dim of the rows (all of it where there is none, `rows=False`).
+
+    `low` and `high` bound the random integers that stand in for data.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    low: int = 0
+    high: int = 2
+    rows: bool = True
+
+    def random(self, rows: int, seed: int) -> Tensor:
+        """Random data of `rows` rows: [rows, *shape]. Normal for floats, uniform in [low, high) for integers."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (rows, *self.shape) if self.rows else self.shape
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randint(self.low, self.high, shape, generator=generator).to(dtype)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A parallel training program.
+
+    `mesh` names its axes, outermost first; batches are cut along "dp", parameters along "tp". `rows` are those of
+    the global batch. `zero` is the ZeRO stage, over groups of `zero_group` neighbours on dp. `loss` is its placement
+    over tp: I (the same on all) or P (to be summed).
+    """
+
+    model: Callable[[], ShardedModule]
+    mesh: Mapping[str, int]
+    rows: int
+    inputs: tuple[Input, ...]
+    microbatches: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_group: int = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+    loss: Placement = field(default=I)
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.zero not in (0, 1, 2, 3):
+            faults.append(f"zero is {self.zero}, not 0, 1, 2 or 3")
+        if self.precision not in ("fp32", "bf16"):
+            faults.append(f"precision is {self.precision!r}, not fp32 or bf16")
+        if self.optimizer not in OPTIMIZERS:
+            faults.append(f"optimizer is {self.optimizer!r}, not one of {', '.join(OPTIMIZERS)}")
+        if self.loss not in (I, P):
+            faults.append(f"the loss is placed {self.loss!r}, not I or P")
+        if self.dp % self.zero_group:
+            faults.append(f"zero_group {self.zero_group} does not divide the {self.dp} data-parallel ranks")
+        if self.rows < self.dp * self.microbatches:
+            faults.append(f"{self.rows} rows are fewer than {self.dp} ranks x {self.microbatches} microbatches")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.mesh.get("dp", 1)
+
+    def own_rows(self, rank: int) -> tuple[int, int]:
+        """The first row and the number of rows of a data-parallel rank, of the global batch."""
+        return balanced(self.rows, self.dp, rank)
+
+    def random_batch(self, seed: int, step: int) -> dict[str, Tensor]:
+        """A random global batch: the same on every rank, a function of seed and step."""
+        return {one.name: one.random(self.rows, derived_seed("batch", seed, step, one.name)) for one in self.inputs}
+
+
+def balanced(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Where a part starts and its length, lengths differing by one at most (as `torch.tensor_split`)."""
+    least, longer = divmod(size, parts)
+    return part * least + min(part, longer), least + (part < longer)
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+}

@@ -1,0 +1,245 @@
+"""Trains a program: one optimizer step over a global batch, and its weights in and out as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import gradients, mesh
+from autopar.runtime.engine import engine
+from autopar.runtime.layout import P, R
+from autopar.runtime.module import Randomness, ShardedModule, name_modules, randomness
+from autopar.runtime.program import OPTIMIZERS, Input, Optimizer, Program, balanced
+from autopar.runtime.weights import draw, gather, scatter
+
+Batch = Mapping[str, Tensor] | Sequence[Tensor]
+
+
+class Trainer:
+    """The training of a program on this process: all ranks construct it and call its methods together.
+
+    `optimizer` makes one of a list of parameters (None: the program's own, lr 1e-3). Parameters that nobody has
+    loaded are drawn from `seed` before the first use. `clip_grad_norm` clips the norm over the whole model, of order
+    2 or inf (`norm_type`).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        optimizer: Optimizer | None = None,
+        device: str | torch.device | None = None,
+        *,
+        seed: int = 0,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+    ) -> None:
+        if norm_type not in (2.0, float("inf")):
+            raise ValueError(f"norm_type is {norm_type}, not 2 or inf")
+        self.program = program
+        self.seed = seed
+        self.clip_grad_norm = clip_grad_norm
+        self.norm_type = norm_type
+        self.steps = 0
+        self._norm: Tensor | None = None
+
+        self._mesh = mesh.init(program.mesh if "dp" in program.mesh else {"dp": 1, **program.mesh}, device)
+        self.device = self._mesh.device
+        self._dp = mesh.axis("dp")
+        self._tp = mesh.axis_or_none("tp")
+        with self.device:
+            self.model = program.model()
+        name_modules(self.model)
+        self._layouts = ShardedModule.layouts(self.model)
+        self._buffer_layouts = ShardedModule.buffer_layouts(self.model)
+        self._aliases = ShardedModule.aliases(self.model)
+        self._engine = engine(self.model, program)
+        self._parameters = dict(self.model.named_parameters())
+        self._partial = [p for name, p in self._parameters.items() if self._layouts[name].placement is R]
+        self._drawn = False
+        self._missing_buffers = set(self._buffer_layouts)
+        trained = [p for p in self._parameters.values() if p.requires_grad]
+        self.optimizer = (optimizer or OPTIMIZERS[program.optimizer])(trained)
+
+    # Training
+
+    def step(self, batch: Batch, sharded: bool = False) -> float:
+        """One optimizer step; the loss over the global batch, on every rank.
+
+        `batch` is the global batch, the same on every rank, by input name or in the order of the inputs; with
+        `sharded` the rows of this data-parallel rank alone.
+        """
+        loss = self.backward(batch, sharded)
+        if self.clip_grad_norm is not None:
+            found = self._gradients()
+            self._norm = gradients.norm(found, self._layouts, self.norm_type)
+            gradients.clip(found.values(), self._norm, self.clip_grad_norm)
+        self.optimizer.step()
+        self.steps += 1
+        return loss
+
+    def backward(self, batch: Batch, sharded: bool = False) -> float:
+        """A step without the optimizer and clipping: the gradients are those of this batch alone."""
+        microbatches = self._microbatches(batch, sharded)
+        self._prepare()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        counts = self._normalizers(microbatches)
+        losses = []
+        for i, inputs in enumerate(microbatches):
+            with randomness(Randomness(self.seed, self.steps, i)):
+                loss = self._engine.loss((*inputs, *counts), last=i == len(microbatches) - 1)
+                self._engine.backward(loss)
+            losses.append(loss.detach())
+        self._engine.finish()
+        gradients.sum_over_tp([p.grad for p in self._partial if p.grad is not None])
+        return self._global_loss(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, sharded: bool = False) -> float:
+        """The loss over the global batch, without gradients; dropout stays as it is in training."""
+        microbatches = self._microbatches(batch, sharded)
+        self._prepare()
+        counts = self._normalizers(microbatches)
+        losses = []
+        for i, inputs in enumerate(microbatches):
+            with randomness(Randomness(self.seed, self.steps, i)):
+                losses.append(self._engine.loss((*inputs, *counts), last=True))
+        self._engine.rest()
+        return self._global_loss(losses)
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """The norm of the whole gradient before the last step clipped it; None where nothing was clipped."""
+        return None if self._norm is None else self._norm.item()
+
+    def _microbatches(self, batch: Batch, sharded: bool) -> list[tuple[Tensor, ...]]:
+        """This rank's rows of every input, a tuple per microbatch."""
+        program = self.program
+        first, rows = program.own_rows(self._dp.rank)
+        tensors = _in_order(batch, program.inputs)
+        expected = rows if sharded else program.rows
+        for one, tensor in zip(program.inputs, tensors, strict=True):
+            shape = (expected, *one.shape) if one.rows else one.shape
+            if tuple(tensor.shape) != shape:
+                whose = f"rank {self._dp.rank} of {program.dp} of a sharded" if sharded else "the global"
+                raise ValueError(
+                    f"{one.name} of {whose} batch has shape {list(tensor.shape)}, but the program is for {list(shape)}"
+                )
+        parts: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
+        for one, tensor in zip(program.inputs, tensors, strict=True):
+            if one.rows and not sharded:
+                tensor = tensor[first : first + rows]
+            tensor = tensor.to(self.device, non_blocking=True)
+            for i, part in enumerate(parts):
+                part.append(tensor.narrow(0, *balanced(rows, len(parts), i)) if one.rows else tensor)
+        return [tuple(part) for part in parts]
+
+    @torch.no_grad()
+    def _normalizers(self, microbatches: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        """What the model's loss divides by, summed over microbatches and dp."""
+        sums = [type(self.model).normalizers(self.model, *inputs) for inputs in microbatches]
+        totals = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
+        if not totals or self._dp.size == 1:
+            return totals
+        flat = torch.cat([total.reshape(-1).double() for total in totals])  # exact for counts below 2**53
+        dist.all_reduce(flat, group=self._dp.group)
+        summed = flat.split([total.numel() for total in totals])
+        return [one.view(total.shape).to(total.dtype) for one, total in zip(summed, totals, strict=True)]
+
+    @torch.no_grad()
+    def _global_loss(self, losses: list[Tensor]) -> float:
+        total = torch.stack(losses).double().sum()
+        axes = [self._dp, self._tp] if self.program.loss is P else [self._dp]
+        for axis in axes:
+            if axis is not None and axis.size > 1:
+                dist.all_reduce(total, group=axis.group)
+        return total.item()
+
+    # Weights
+
+    def init_parameters(self, seed: int) -> None:
+        """Draw all parameters: the same whole tensors whatever the plan, each a function of its name and the seed."""
+        scatter(self._parameters, self._layouts, lambda name: draw(name, self._layouts[name].shape, seed))
+        self._drawn = True
+
+    def load_state_dict(self, full: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
+        """Take every parameter and persistent buffer from whole tensors, the same on every rank.
+
+        `full` is a state dict under the user's own names, or a function that gives one tensor at a time (and raises
+        KeyError where it has none). A tied tensor may come under any of its names.
+        """
+        names: dict[str, tuple[str, ...]] = {name: (name,) for name in (*self._parameters, *self._persistent)}
+        for alias, of in self._aliases.items():
+            names[of] = (*names[of], alias)
+        optional = {name for group in names.values() for name in group} | set(self._buffer_layouts)
+        faults = [f"{name} is unexpected" for name in full if name not in optional] if isinstance(full, Mapping) else []
+
+        def whole(name: str) -> Tensor | None:
+            for one in names[name]:
+                with suppress(KeyError):
+                    return full[one] if isinstance(full, Mapping) else full(one)
+            return None
+
+        faults += scatter(self._parameters, self._layouts, whole)
+        faults += scatter(self._persistent, self._buffer_layouts, whole)
+        if faults:
+            more = f" and {len(faults) - 10} more" if len(faults) > 10 else ""
+            raise ValueError(f"this state dict does not fit the program: {'; '.join(faults[:10])}{more}")
+        self._drawn = True
+        self._missing_buffers -= set(self._persistent)
+        if isinstance(full, Mapping):
+            self.load_buffers({name: full[name] for name in self._missing_buffers if name in full})
+
+    def load_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Take buffers, persistent or not, from whole tensors; those that are not in `values` stay as they are."""
+        known = {name: buffer for name, buffer in self.model.named_buffers() if name in values}
+        if faults := scatter(known, self._buffer_layouts, values.get):
+            raise ValueError(f"these buffers do not fit the program: {'; '.join(faults)}")
+        self._missing_buffers -= set(known)
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Whole CPU tensors under the user's own names, tied names included, on rank 0; None elsewhere. Collective."""
+        self._prepare_parameters()
+        found = gather({**self._parameters, **self._persistent}, {**self._layouts, **self._buffer_layouts})
+        if found is not None:
+            found |= {alias: found[of] for alias, of in self._aliases.items()}
+        return found
+
+    def full_gradients(self) -> dict[str, Tensor] | None:
+        """The gradients of the last batch as whole CPU tensors on rank 0; None elsewhere. Collective."""
+        return gather(self._gradients(), self._layouts)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
+    @property
+    def _persistent(self) -> dict[str, Tensor]:
+        # state_dict() knows which buffers are persistent, and detaches without copying
+        names = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
+
+    def _prepare_parameters(self) -> None:
+        if not self._drawn:
+            self.init_parameters(self.seed)
+
+    def _prepare(self) -> None:
+        self._prepare_parameters()
+        if self._missing_buffers:
+            raise RuntimeError(f"buffers were never loaded: {', '.join(sorted(self._missing_buffers))}")
+
+
+def _in_order(batch: Batch, inputs: Sequence[Input]) -> list[Tensor]:
+    """The tensors of a batch in the order of the inputs."""
+    if isinstance(batch, Mapping):
+        missing = [one.name for one in inputs if one.name not in batch]
+        if missing:
+            raise ValueError(f"the batch has no {', '.join(missing)}, only {', '.join(map(str, batch))}")
+        return [batch[one.name] for one in inputs]
+    if len(batch) != len(inputs):
+        names = ", ".join(one.name for one in inputs)
+        raise ValueError(f"the batch has {len(batch)} tensors, but the program reads {len(inputs)}: {names}")
+    return list(batch)

@@ -1,0 +1,91 @@
+"""Whole tensors in and out of a sharded model, one at a time: the model never stands whole on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime import mesh
+from autopar.runtime.layout import Layout, S, chunk
+from autopar.runtime.module import derived_seed
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own part of a tensor that `fully_shard` has cut, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gather(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor] | None:
+    """The whole tensors on the CPU of rank 0, None on the others. All ranks call it together."""
+    first = dist.get_rank() == 0
+    found = {}
+    for name, tensor in tensors.items():
+        part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = _gather_over_tp(part, layouts[name])
+        if first:
+            assert whole is not None, "rank 0 gathers"
+            found[name] = whole.to("cpu", copy=True)
+    return found if first else None
+
+
+def _gather_over_tp(part: Tensor, layout: Layout) -> Tensor | None:
+    axes = mesh.current().axes
+    tp = axes.get("tp")
+    if not isinstance(layout.placement, S) or tp is None or tp.size == 1:
+        return part
+    if any(axis.rank for name, axis in axes.items() if name != "tp"):
+        return None  # rank 0 is in another group
+    dim = layout.placement.dim
+    shapes = [layout.local_shape(rank, tp.size) for rank in range(tp.size)]
+    largest = shapes[0][dim]
+    padding = (0, 0) * (part.ndim - 1 - dim) + (0, largest - part.shape[dim])
+    padded = F.pad(part, padding).contiguous()
+    parts = [torch.empty_like(padded) for _ in shapes] if tp.rank == 0 else None
+    dist.gather(padded, parts, dst=0, group=tp.group)
+    if parts is None:
+        return None
+    return layout.full([one.narrow(dim, 0, shape[dim]) for one, shape in zip(parts, shapes, strict=True)])
+
+
+@torch.no_grad()
+def scatter(
+    tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], whole: Callable[[str], Tensor | None]
+) -> list[str]:
+    """Copy this rank's part of every whole tensor into place. What could not be copied, in words."""
+    faults = []
+    for name, tensor in tensors.items():
+        value, shape = whole(name), layouts[name].shape
+        if value is None:
+            faults.append(f"{name} is missing")
+        elif tuple(value.shape) != shape:
+            faults.append(f"{name} has shape {list(value.shape)}, not {list(shape)}")
+        else:
+            _copy_part(tensor, value, layouts[name])
+    return faults
+
+
+def _copy_part(tensor: Tensor, whole: Tensor, layout: Layout) -> None:
+    tp = mesh.axis_or_none("tp")
+    part = layout.local(whole.detach(), tp.rank, tp.size) if tp else whole.detach()
+    if isinstance(tensor, DTensor):  # the last mesh dim cuts dim 0
+        ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+        rank = tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1)
+        part = part.narrow(0, *chunk(part.shape[0], ranks, rank))
+    local(tensor).copy_(part)
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The initial value of a parameter, a function of its name and the seed: the same for every plan. [*shape]
+
+    Normal of standard deviation 0.02; ones for the weights of norms, zeros for other vectors.
+    """
+    if len(shape) >= 2:
+        generator = torch.Generator().manual_seed(derived_seed("parameter", seed, name))
+        return torch.empty(shape, device="cpu").normal_(0.0, 0.02, generator=generator)
+    return torch.full(shape, float(name.endswith("weight")), device="cpu")

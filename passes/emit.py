@@ -1,0 +1,580 @@
+"""EMIT: the lowered program as a Python file that a PyTorch user would be happy to have written.
+
+One `nn.Module` class per distinct block, layers in loops, the user's parameter names, every collective a call,
+local shapes as comments. The same plan gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from textwrap import indent
+
+from passes.blocks import Block
+from passes.graph import Op, Parameter, Value, mutates, op_at
+from passes.lower import LocalCall, LocalOp, LocalRegion, Lowered, Reshard
+from passes.placements import I, P, Placement, S, is_even, kind, local_shape
+from passes.rules.loss import VOCABULARY
+from passes.rules.matmul import BIAS_ONCE
+from passes.spelling import Speller, Text
+
+WIDTH = 118
+RUNTIME = (
+    "I Input P Program R S ShardedModule all_gather all_reduce all_to_all bias_on_one_rank main recompute "
+    "reduce_scatter replicate shard vocabulary_cross_entropy vocabulary_embedding"
+).split()
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of the batch, as the program declares it. `low` and `high` bound what random data may hold."""
+
+    name: str
+    shape: tuple[int, ...]  # without the rows
+    dtype: str
+    rows: bool
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Emission:
+    """All that the file says beside the lowered program."""
+
+    title: str  # what the docstring says of the plan
+    mesh: Mapping[str, int]
+    zero: int
+    zero_group: int
+    microbatch: int  # rows
+    microbatches: int
+    rows: int
+    precision: str
+    optimizer: str
+    inputs: tuple[InputSpec, ...]
+    prologue: tuple[Op, ...]  # for any batch
+    normalizers: tuple[str, ...]
+    recompute: tuple[int, ...]  # per block: how many of its layers are recomputed, from the first on
+    frozen: frozenset[str] = frozenset()  # full names of parameters that get no gradient
+    unread: tuple[Parameter, ...] = ()
+
+
+def emit(lowered: Lowered, emission: Emission) -> str:
+    """The text of program.py."""
+    classes = [
+        _block_class(block, region, lowered, emission)
+        for block, region in zip(lowered.program.blocks, lowered.blocks, strict=True)
+    ]
+    classes.append(_model_class(lowered, emission))
+    body = "\n\n\n".join(classes)
+    tail = _program(lowered, emission)
+    used = [name for name in RUNTIME if re.search(rf"\b{name}\b", body + tail)]
+    imports = "from autopar.runtime import (\n" + indent(",\n".join(used), "    ") + ",\n)"
+    functional = "import torch.nn.functional as F\n" if re.search(r"\bF\.", body) else ""
+    head = f'"""{emission.title}\n"""\n\nimport torch\n{functional}\n{imports}\n\nROWS = {emission.rows}  # of the global batch\n'
+    return f"{head}\n\n{body}\n\n\n{tail}"
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Names:
+    """Short names for values, reused once a value is dead (which also frees its memory)."""
+
+    taken: set[str]
+    live: dict[str, str] = field(default_factory=dict)
+
+    def give(self, value: str, like: str = "") -> str:
+        base = re.sub(r"_\d+$", "", like or value)
+        base = f"{base}_" if keyword.iskeyword(base) or base in dir(builtins) else base
+        name, count = base, 1
+        while name in self.taken:
+            count += 1
+            name = f"{base}_{count}"
+        self.taken.add(name)
+        self.live[value] = name
+        return name
+
+    def drop(self, value: str) -> None:
+        self.taken.discard(self.live[value])
+
+
+RESERVED = frozenset(("self", "torch", "F", "ROWS", "checkpoint", "block", *RUNTIME))
+
+
+def attribute(path: str) -> str:
+    """`layer.0.weight` as an expression: self.layer[0].weight."""
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
+
+
+@dataclass
+class _Body:
+    """Writes the statements of one region."""
+
+    region: LocalRegion
+    lowered: Lowered
+    emission: Emission
+    lines: list[str] = field(default_factory=list)
+    texts: dict[str, Text] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = _Names(set(RESERVED))
+        self.ranks = self.lowered.sharding.axis.ranks
+        self.axis = self.lowered.sharding.axis.name
+        self.uses: Counter[str] = Counter(self.region.outputs)
+        for statement in self.region.statements:
+            self.uses.update(_reads(statement))
+        self.last: dict[str, int] = {}
+        for i, statement in enumerate(self.region.statements):
+            for name in _reads(statement):
+                self.last[name] = i
+        # the last operator of a module that has no modules inside is known by the module's name
+        modules = {st.op.module for st in self.region.statements if isinstance(st, LocalOp)}
+        leaves = {m for m in modules if not any(other.startswith(f"{m}.") for other in modules)}
+        self.ends = {
+            st.op.module: st.op.name
+            for st in self.region.statements
+            if isinstance(st, LocalOp) and st.op.module in leaves
+        }
+        self.sites = 0
+        self.device = "self.device"
+
+    def value(self, name: str) -> Text:
+        return self.texts[name]
+
+    def bind_parameters(self, paths: Mapping[str, str]) -> None:
+        for name, path in paths.items():
+            self.texts[name] = Text(attribute(path))
+
+    def bind_input(self, value: str, like: str = "") -> str:
+        name = self.names.give(value, like)
+        self.texts[value] = Text(name)
+        return name
+
+    def write(self) -> None:
+        for i, statement in enumerate(self.region.statements):
+            following = self.region.statements[i + 1] if i + 1 < len(self.region.statements) else None
+            if isinstance(statement, LocalCall):
+                raise AssertionError("calls are written by the model class")
+            self.statement(i, statement, following)
+
+    def statement(self, i: int, statement: LocalOp | Reshard, following: object) -> None:
+        results, text = self.expression(statement)
+        single = len(results) == 1 and self.uses[results[0]] == 1 and results[0] not in self.region.outputs
+        if single and self.may_inline(statement, following, results[0], text):
+            self.texts[results[0]] = text
+            self.free(i, statement, keep=True)
+            return
+        self.free(i, statement)
+        if isinstance(statement, LocalOp) and mutates(statement.op):
+            self.lines.append(text.source)
+            return
+        names = [self.names.give(r, self.like(statement, r)) for r in results]
+        for result, name in zip(results, names, strict=True):
+            self.texts[result] = Text(name)
+        line = f"{', '.join(names)} = {text.source}"
+        note = self.comment(results[0])
+        if len(line) + len(note) + 16 > WIDTH:
+            self.lines.append(f"# {note}")
+        else:
+            line = f"{line}  # {note}"
+        self.lines.append(self.guard(statement, line))
+        for result in results:
+            if not self.uses[result]:
+                self.names.drop(result)
+
+    def like(self, statement: LocalOp | Reshard, result: str) -> str:
+        if isinstance(statement, Reshard):
+            return self.names.live.get(statement.value.name, statement.value.name)
+        op = statement.op
+        _, name, _ = op.target.split(".")
+        leaf = op.module.rpartition(".")[2]
+        if statement.rule is not None and statement.rule.flop(statement.site)[0] and leaf and not leaf.isdigit():
+            return leaf if name != "scaled_dot_product_attention" else "attention"
+        if self.ends.get(op.module) == op.name and leaf and not leaf.isdigit():
+            return leaf
+        return {"slice": "part", "to": "x", "arange": "positions"}.get(name, name.strip("_"))
+
+    def may_inline(self, statement: LocalOp | Reshard, following: object, result: str, text: Text) -> bool:
+        """Whether the only reader comes next and the line stays short."""
+        if isinstance(statement, LocalOp) and (self.is_random(statement) or mutates(statement.op)):
+            return False
+        if following is None or isinstance(following, LocalCall) or result not in _reads(following):
+            return False
+        if isinstance(following, LocalOp) and self.is_random(following):
+            return False
+        return len(text.source) < 64
+
+    def free(self, i: int, statement: LocalOp | Reshard, keep: bool = False) -> None:
+        """Names of values that nobody reads after this statement may be used again."""
+        if keep:  # the text of an inlined value still mentions them
+            for name in _reads(statement):
+                if self.last[name] == i:
+                    self.inlined.setdefault(_results(statement)[0], set()).update(self.roots(name))
+            return
+        for name in set(_reads(statement)):
+            if self.last[name] == i:
+                for root in self.roots(name):
+                    if root in self.names.live and root not in self.region.outputs:
+                        self.names.drop(root)
+
+    inlined: dict[str, set[str]] = field(default_factory=dict)
+
+    def roots(self, name: str) -> set[str]:
+        """The named values that the text of `name` mentions for the last time."""
+        return self.inlined.get(name, {name})
+
+    def comment(self, result: str) -> str:
+        """The local shape of a value, and how it lies."""
+        local = self.region.locals[result]
+        note = str(list(local_shape(local.placement, local.value.sizes, self.ranks)))
+        if isinstance(local.placement, S):
+            return f"{note}, {local.placement} over {self.axis}"
+        return f"{note}, partial over {self.axis}" if local.placement is P else note
+
+    def is_random(self, statement: LocalOp) -> bool:
+        op = statement.op
+        if statement.rule is None or not statement.rule.random:
+            return False
+        return op.target.split(".")[1] != "scaled_dot_product_attention" or op.arg(4, "dropout_p", 0.0) != 0.0
+
+    def guard(self, statement: LocalOp | Reshard, line: str) -> str:
+        """Random operators run under a seed of their own."""
+        if not isinstance(statement, LocalOp) or not self.is_random(statement):
+            return line
+        self.sites += 1
+        axes = f', axes=("{self.axis}",)' if statement.strategy.split and self.ranks > 1 else ""
+        return f"with self.rng({self.sites}{axes}):\n    {line}"
+
+    def expression(self, statement: LocalOp | Reshard) -> tuple[list[str], Text]:
+        if isinstance(statement, Reshard):
+            return [statement.result], self.reshard(statement)
+        results = [v.name for v in statement.op.results]
+        return results, self.operator(statement)
+
+    def operator(self, statement: LocalOp) -> Text:
+        speller = Speller(self.value, self.device)
+        op, form = statement.op, statement.strategy.form
+        arg = [speller.arg(a) for a in op.args]
+        if form == "":
+            return speller.write(op)
+        if form == VOCABULARY and "embedding" in op.target:
+            size = statement.site.operands[0].sizes[0]
+            padding = op.arg(2, "padding_idx", -1)
+            extra = "" if padding == -1 else f", padding_idx={padding}"
+            return Text(f'vocabulary_embedding({arg[1]}, {arg[0]}, axis="{self.axis}", size={size}{extra})')
+        if form == VOCABULARY:
+            size = statement.site.operands[0].sizes[1]
+            reduction = ("none", "mean", "sum")[int(op.arg(3, "reduction", 1))]  # type: ignore[arg-type]
+            ignored = op.arg(4, "ignore_index", -100)
+            extra = "" if ignored == -100 else f", ignore_index={ignored}"
+            return Text(
+                f"vocabulary_cross_entropy({arg[0]}, {arg[1]}, "
+                f'axis="{self.axis}", size={size}, reduction="{reduction}"{extra})'
+            )
+        if form == BIAS_ONCE:
+            bias = 0 if "addmm" in op.target else 2
+            once = Text(f'bias_on_one_rank({arg[bias]}, axis="{self.axis}")')
+            name = statement.op.operands[bias]
+            inner = Speller(lambda n: once if n == name else self.value(n), self.device)
+            return inner.write(op)
+        raise AssertionError(f"no way to write the local form {form!r} of {op.target}")
+
+    def reshard(self, statement: Reshard) -> Text:
+        x = self.value(statement.value.name).source
+        source, target = statement.source, statement.target
+        pair = kind(source) + kind(target)
+        axis = f'axis="{self.axis}"'
+        grad = statement.value.grad
+        if pair == "SS":
+            assert isinstance(source, S) and isinstance(target, S)
+            cuts = self.cut(source, statement.value, "gather_") + self.cut(target, statement.value, "scatter_")
+            return Text(f"all_to_all({x}, {cuts}{axis})")
+        if pair in ("SR", "SI"):
+            assert isinstance(source, S)
+            backward = "reduce_scatter" if pair == "SR" else "slice"
+            shown = f', backward="{backward}"' if grad and backward != "reduce_scatter" else ""
+            return Text(f"all_gather({x}, {self.cut(source, statement.value)}{axis}{shown})")
+        if pair in ("RS", "IS"):
+            assert isinstance(target, S)
+            backward = "pad" if pair == "RS" else "all_gather"
+            return Text(f'shard({x}, {self.cut(target, statement.value)}{axis}, backward="{backward}")')
+        if pair == "PS":
+            assert isinstance(target, S)
+            return Text(f"reduce_scatter({x}, {self.cut(target, statement.value)}{axis})")
+        if pair in ("PR", "PI"):
+            backward = "all_reduce" if pair == "PR" else "identity"
+            return Text(f'all_reduce({x}, {axis}, backward="{backward}")')
+        assert pair in ("IR", "RI"), f"no resharding from {source} to {target}"
+        backward = "all_reduce" if pair == "IR" else "first_rank"
+        return Text(f'replicate({x}, {axis}, backward="{backward}")')
+
+    def cut(self, cut: S, value: Value, prefix: str = "") -> str:
+        text = f"{prefix}dim={cut.dim}, "
+        if cut.blocks != 1:
+            text += f"{prefix}blocks={cut.blocks}, "
+        if not is_even(cut, value.sizes, self.ranks):
+            text += f"{prefix}size={value.sizes[cut.dim]}, "
+        return text
+
+
+def _reads(statement: object) -> tuple[str, ...]:
+    if isinstance(statement, LocalOp):
+        return statement.op.operands
+    if isinstance(statement, Reshard):
+        return (statement.value.name,)
+    assert isinstance(statement, LocalCall)
+    return statement.args
+
+
+def _results(statement: LocalOp | Reshard) -> list[str]:
+    return [statement.result] if isinstance(statement, Reshard) else [v.name for v in statement.op.results]
+
+
+# -- classes --------------------------------------------------------------------------------------------------------
+
+
+def _declared(parameter: Parameter, placement: Placement, ranks: int, axis: str, frozen: bool) -> str:
+    """One line of __init__."""
+    value = parameter.value
+    sizes = ", ".join(map(str, value.sizes))
+    parts = [f'"{parameter.name}"'] + ([sizes] if sizes else [])
+    if parameter.buffer:
+        # a buffer has the dtype that the user's model gave it; parameters are kept in fp32 and cast by the engine
+        parts.append(f"dtype=torch.{value.dtype}")
+        if not parameter.persistent:
+            parts.append("persistent=False")
+    elif value.dtype not in ("float32", "bfloat16"):
+        parts.append(f"dtype=torch.{value.dtype}")
+    if placement is not I:
+        parts.append(f"{axis}={placement}")
+    if frozen:
+        parts.append("requires_grad=False")
+    line = f"self.{'buffer' if parameter.buffer else 'parameter'}({', '.join(parts)})"
+    if isinstance(placement, S):
+        line += f"  # {list(local_shape(placement, value.sizes, ranks))} here"
+    return line
+
+
+def _declarations(region: LocalRegion, lowered: Lowered, frozen: frozenset[str], prefix: str = "") -> list[str]:
+    axis = lowered.sharding.axis
+    return [
+        _declared(p, placement, axis.ranks, axis.name, not p.buffer and f"{prefix}{p.name}" in frozen)
+        for p, placement in region.parameters
+    ]
+
+
+def _method(name: str, arguments: list[str], lines: list[str]) -> str:
+    head = f"def {name}({', '.join(['self', *arguments])}):"
+    return f"{head}\n{indent(chr(10).join(lines), '    ')}"
+
+
+def _block_class(block: Block, region: LocalRegion, lowered: Lowered, emission: Emission) -> str:
+    body = _Body(region, lowered, emission)
+    body.bind_parameters({p.value.name: p.name for p, _ in region.parameters})
+    first_float = next((v.name for v in block.inputs if v.grad), None)
+    arguments = [body.bind_input(v.name, "x" if v.name == first_float else v.name) for v in block.inputs]
+    body.device = f"{arguments[0]}.device" if arguments else "self.device"
+    shapes = [_shape_note(region, v.name, n, lowered) for v, n in zip(block.inputs, arguments, strict=True)]
+    body.write()
+    returned = ", ".join(body.value(name).source for name in region.outputs)
+    where = block.paths[0] if len(block.paths) == 1 else f"{block.paths[0]} to {block.paths[-1].rpartition('.')[2]}"
+    init = ["super().__init__()", *_declarations(region, lowered, emission.frozen, f"{block.paths[0]}.")]
+    members = [_method("__init__", [], init), _method("forward", arguments, [*shapes, *body.lines, f"return {returned}"])]
+    doc = f'"""{where}"""'
+    return f"class {block.name}(ShardedModule):\n" + indent(doc + "\n\n" + "\n\n".join(members), "    ")
+
+
+def _shape_note(region: LocalRegion, name: str, argument: str, lowered: Lowered) -> str:
+    local = region.locals[name]
+    shape = list(local_shape(local.placement, local.value.sizes, lowered.sharding.axis.ranks))
+    lies = f", {local.placement} over {lowered.sharding.axis.name}" if local.placement is not I else ""
+    return f"# {argument} {shape}{lies}"
+
+
+def _model_class(lowered: Lowered, emission: Emission) -> str:
+    program = lowered.program
+    init = ["super().__init__()", *_declarations(lowered.root, lowered, emission.frozen)]
+    axis = lowered.sharding.axis
+    init += [_declared(p, I, axis.ranks, axis.name, not p.buffer) for p in emission.unread]
+    init += [line for line in _containers(lowered)]
+    for _, parameter in (*program.all_parameters(), *((p.name, p) for p in emission.unread)):
+        own = parameter.names[0]
+        if any(p is parameter for p in (*program.parameters, *emission.unread)):
+            init += [f'self.alias("{other}", "{own}")' for other in parameter.names[1:]]
+    for block in program.blocks:
+        for path in block.paths:
+            for parameter in block.parameters:
+                init += [
+                    f'self.alias("{path}.{other}", "{path}.{parameter.name}")' for other in parameter.names[1:]
+                ]
+    methods = [_method("__init__", [], init)]
+    names = [spec.name for spec in emission.inputs]
+    if emission.normalizers:
+        methods.append(_normalizers(lowered, emission, names))
+    methods.append(_forward(lowered, emission))
+    loss = lowered.loss_placement
+    says = "Gives this microbatch's share of the loss" + (f", a partial sum over {axis.name}." if loss is P else ".")
+    return "class Model(ShardedModule):\n" + indent(f'"""{says}"""\n\n' + "\n\n".join(methods), "    ")
+
+
+def _containers(lowered: Lowered) -> list[str]:
+    """The numbered containers, filled in the user's order."""
+    program = lowered.program
+    by_container: dict[str, dict[int, str]] = {}
+    for block in program.blocks:
+        for path in block.paths:
+            container, _, number = path.rpartition(".")
+            by_container.setdefault(container, {})[int(number)] = block.name
+    lines = []
+    for container, layers in by_container.items():
+        order = [layers[i] for i in sorted(layers)]
+        assert sorted(layers) == list(range(len(order))), f"{container} has gaps: {sorted(layers)}"
+        if len(set(order)) == 1:
+            made = f"[{order[0]}() for _ in range({len(order)})]"
+        else:
+            made = f"[{', '.join(f'{kind}()' for kind in order)}]"
+        lines.append(f'self.blocks("{container}", {made})')
+    return lines
+
+
+def _normalizers(lowered: Lowered, emission: Emission, names: list[str]) -> str:
+    texts = {name: Text(name) for name in names}
+    texts |= {p.value.name: Text(attribute(p.name)) for p in lowered.program.parameters}
+    speller = Speller(lambda name: texts[name], f"{names[0]}.device")
+    taken = _Names(set(RESERVED) | set(names))
+    lines = ["# sums over rows that the loss is divided by: taken over the global batch before the first microbatch"]
+    for op in (op_at(op, emission.microbatch) for op in emission.prologue):
+        written = speller.write(op).source
+        bound = [taken.give(v.name) for v in op.results]
+        texts |= {v.name: Text(n) for v, n in zip(op.results, bound, strict=True)}
+        lines.append(f"{', '.join(bound)} = {written}  # {list(op.results[0].sizes)}")
+    lines.append(f"return ({', '.join(texts[n].source for n in emission.normalizers)},)")
+    return _method("normalizers", names, lines)
+
+
+def _forward(lowered: Lowered, emission: Emission) -> str:
+    program, region = lowered.program, lowered.root
+    body = _Body(region, lowered, emission)
+    body.bind_parameters({p.value.name: p.name for p, _ in region.parameters})
+    arguments = []
+    for name in (*(spec.name for spec in emission.inputs), *emission.normalizers):
+        arguments.append(body.bind_input(name, name))
+    body.device = f"{arguments[0]}.device"
+    statements = region.statements
+    i = 0
+    while i < len(statements):
+        statement = statements[i]
+        if isinstance(statement, LocalCall):
+            i = _calls(body, program.blocks, emission, i)
+            continue
+        following = statements[i + 1] if i + 1 < len(statements) else None
+        body.statement(i, statement, following)
+        i += 1
+    lines = [*body.lines, f"return {body.value(region.outputs[0]).source}"]
+    return _method("forward", arguments, lines)
+
+
+def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: int) -> int:
+    """Writes the run of layers that starts here, as a loop where each layer takes what the one before gave."""
+    statements = body.region.statements
+    first = statements[start]
+    assert isinstance(first, LocalCall)
+    block = blocks[first.block]
+    container = block.paths[first.instance].rpartition(".")[0]
+    end = start + 1
+    while end < len(statements) and _continues(body, statements[end - 1], statements[end], blocks):
+        end += 1
+    count = end - start
+    recomputed = emission.recompute[first.block]
+    numbers = [int(block.paths[first.instance + k].rpartition(".")[2]) for k in range(count)]
+    arguments = [body.value(a).source for a in first.args]
+    last = statements[end - 1]
+    assert isinstance(last, LocalCall)
+    for position in range(start, end):
+        for name in set(_reads(statements[position])):
+            if body.last[name] == position and name in body.names.live and name not in body.region.outputs:
+                body.names.drop(name)
+    carried = body.names.live.get(first.args[0]) if count > 1 and first.args else None
+    outputs = [v.name for v in last.results]
+    if count == 1:
+        bound = [body.names.give(o, "x" if k == 0 else o) for k, o in enumerate(outputs)]
+    else:
+        assert carried is not None and len(outputs) == 1
+        bound = [body.names.give(outputs[0], "x")]
+    for output, name in zip(outputs, bound, strict=True):
+        body.texts[output] = Text(name)
+    target = ", ".join(bound)
+    layers = attribute(container)
+    saved = max(0, min(count, recomputed - first.instance))
+    if count == 1:
+        layer = f"{layers}[{numbers[0]}]"
+        body.lines.append(f"{target} = {_called(layer, arguments, saved > 0)}")
+        return end
+    position = _carried_position(body, statements, start, end)
+    if target != arguments[position]:
+        body.lines.append(f"{target} = {arguments[position]}")
+        arguments[position] = target
+    whole = len(blocks[first.block].paths) == count and _container_size(blocks, container) == count
+    for part, again in ((numbers[:saved], True), (numbers[saved:], False)):
+        if not part:
+            continue
+        span = "" if whole and len(part) == count else f"[{part[0]}:{part[-1] + 1}]"
+        body.lines.append(f"for block in {layers}{span}:")
+        body.lines.append(f"    {target} = {_called('block', arguments, again)}")
+    return end
+
+
+def _called(layer: str, arguments: list[str], again: bool) -> str:
+    return f"recompute({', '.join([layer, *arguments])})" if again else f"{layer}({', '.join(arguments)})"
+
+
+def _container_size(blocks: tuple[Block, ...], container: str) -> int:
+    return sum(path.rpartition(".")[0] == container for block in blocks for path in block.paths)
+
+
+def _carried_position(body: _Body, statements: tuple[object, ...], start: int, end: int) -> int:
+    first, second = statements[start], statements[start + 1]
+    assert isinstance(first, LocalCall) and isinstance(second, LocalCall)
+    return second.args.index(first.results[0].name)
+
+
+def _continues(body: _Body, before: object, statement: object, blocks: tuple[Block, ...]) -> bool:
+    """Whether `statement` is the next turn of the loop that `before` is in."""
+    if not isinstance(before, LocalCall) or not isinstance(statement, LocalCall) or statement.block != before.block:
+        return False
+    if len(before.results) != 1 or statement.instance != before.instance + 1:
+        return False
+    result = before.results[0].name
+    numbers = [int(blocks[c.block].paths[c.instance].rpartition(".")[2]) for c in (before, statement)]
+    fresh = [a for a, b in zip(statement.args, before.args, strict=True) if a != b]
+    return fresh == [result] and numbers[1] == numbers[0] + 1 and body.uses[result] == 1
+
+
+def _program(lowered: Lowered, emission: Emission) -> str:
+    """What is to be run, and running it."""
+    mesh = ", ".join(f'"{axis}": {size}' for axis, size in emission.mesh.items())
+    lines = ["PROGRAM = Program(", "    model=Model,", f"    mesh={{{mesh}}},"]
+    lines.append(f"    zero={emission.zero},")
+    lines.append(f"    zero_group={emission.zero_group},")
+    lines.append(f"    microbatches={emission.microbatches},")
+    lines.append("    rows=ROWS,")
+    lines.append(f'    precision="{emission.precision}",')
+    lines.append("    inputs=(")
+    for spec in emission.inputs:
+        shape = f"({', '.join(map(str, spec.shape))}{',' if len(spec.shape) == 1 else ''})"
+        rows = "" if spec.rows else ", rows=False"
+        bounds = f", low={spec.low:g}, high={spec.high:g}"
+        lines.append(f'        Input("{spec.name}", {shape}, "{spec.dtype}"{rows}{bounds}),')
+    lines.append("    ),")
+    lines.append(f"    loss={lowered.loss_placement},")
+    lines.append(f'    optimizer="{emission.optimizer}",')
+    lines.append(")")
+    lines += ["", 'if __name__ == "__main__":', "    main(PROGRAM)", ""]
+    return "\n".join(lines)
+
+

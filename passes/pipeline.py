@@ -1,0 +1,381 @@
+"""The compiler: a tuple of passes, in order, and what it makes of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodels.cluster import Cluster
+from costmodels.errors import BadInput
+from passes.batch import batch_info, split_prologue
+from passes.blocks import Blocked, Call, block
+from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
+from passes.describe import alternatives, block_plans, collective_uses, headline
+from passes.emit import Emission, InputSpec, emit
+from passes.graph import Op, Size
+from passes.lower import LocalOp
+from passes.normalize import normalize, repeated_names
+from passes.placements import S
+from passes.plan import (
+    ClusterInfo,
+    Fix,
+    Mesh,
+    ModelInfo,
+    Plan,
+    Request,
+    Schedule,
+    SolverReport,
+    Stage,
+    StageMemory,
+    TimeSplit,
+    Workload,
+    Zero,
+)
+from passes.rules import rule_of
+from passes.rules.base import Site
+from passes.search import OPTIMIZERS, Problem, Search
+from passes.state import Pass, State, Task, made, run
+
+# -- the passes: each takes the state and returns a new one -----------------------------------------------------------
+
+
+def capture_(state: State) -> State:
+    task = state.task
+    state.progress("capturing the model")
+    captured = capture(task.model, task.batch, task.loss_fn, task.precision)
+    return replace(state, captured=captured, graph=captured.graph, notes=state.notes + captured.notes)
+
+
+def normalize_(state: State) -> State:
+    state.progress("normalizing the graph")
+    graph, notes = normalize(made(state.graph, "the graph"))
+    return replace(state, graph=graph, notes=state.notes + notes)
+
+
+def batch_(state: State) -> State:
+    captured: Captured = made(state.captured, "the capture")
+    info = batch_info(made(state.graph, "the graph"), frozenset(i.name for i in captured.inputs if i.rows))
+    if captured.coupled:
+        info = replace(info, coupled=captured.coupled, normalizers=())
+    graph, prologue = split_prologue(made(state.graph, "the graph"), info)
+    return replace(state, batch=info, graph=graph, prologue=prologue)
+
+
+def blocks_(state: State) -> State:
+    classes = {name: type(m).__name__ for name, m in state.task.model.named_modules() if name.rpartition(".")[2].isdigit()}
+    return replace(state, blocked=block(made(state.graph, "the graph"), classes))
+
+
+def search_(state: State) -> State:
+    """STRATEGIES and SEARCH: every pair of degrees is sharded by the programme, the best variant is kept."""
+    search = Search(problem_of(state), state.progress, state.deadline)
+    found = search.run()
+    return replace(state, found=found, lowered=found.best.variant.settled.lowered)
+
+
+def emit_(state: State) -> State:
+    found, task = made(state.found, "the plan"), state.task
+    variant = found.best.variant
+    pair = variant.settled.pair
+    emission = replace(
+        open_emission(state),
+        title=headline(state_name(state), variant, task),
+        mesh={"dp": pair.dp, "tp": pair.tp},
+        zero=variant.zero,
+        zero_group=variant.group,
+        microbatch=pair.microbatch,
+        microbatches=pair.microbatches(task.global_batch),
+        recompute=variant.recompute,
+    )
+    return replace(state, program=emit(variant.settled.lowered, emission), plan=plan_of(state))
+
+
+# -- what they promise --------------------------------------------------------------------------------------------------
+
+
+def every_value_is_written_once(state: State) -> None:
+    repeated = repeated_names(made(state.graph, "the graph"))
+    assert not repeated, f"written twice: {repeated}"
+
+
+def every_value_is_written_before_it_is_read(state: State) -> None:
+    graph = made(state.graph, "the graph")
+    known = {v.name for v in graph.inputs} | {p.value.name for p in graph.parameters}
+    for op in graph.ops:
+        missing = [name for name in op.operands if name not in known]
+        assert not missing, f"{op} reads {missing} before they are written"
+        known |= {v.name for v in op.results}
+    assert graph.loss in known, f"the loss {graph.loss} is never written"
+
+
+def every_operator_is_in_one_place(state: State) -> None:
+    program: Blocked = made(state.blocked, "the blocks")
+    count = sum(1 for s in program.body if not isinstance(s, Call))
+    count += sum(len(program.blocks[call.block].ops) for call in program.calls)
+    assert count == len(made(state.graph, "the graph").ops), "operators were lost or doubled"
+
+
+def the_plan_fits(state: State) -> None:
+    found = made(state.found, "the plan")
+    limit = state.task.cluster.memory_limit_bytes
+    assert found.best.bytes.peak <= limit, f"{found.best.bytes.peak} bytes exceed the limit of {limit}"
+
+
+def every_operand_lies_as_wanted(state: State) -> None:
+    lowered = made(state.lowered, "the local program")
+    for region, _ in lowered.regions():
+        for statement in region.statements:
+            if isinstance(statement, LocalOp):
+                for name, wanted in zip(statement.op.operands, statement.strategy.operands, strict=True):
+                    lies = region.locals[name].placement
+                    assert lies == wanted, f"{statement.op.name} wants {name} as {wanted}, it lies as {lies}"
+
+
+CAPTURE = Pass(capture_, ensures=(every_value_is_written_before_it_is_read,))
+NORMALIZE = Pass(normalize_, ensures=(every_value_is_written_once,))
+BATCH = Pass(batch_)
+BLOCKS = Pass(blocks_, ensures=(every_operator_is_in_one_place,))
+SEARCH = Pass(search_, ensures=(the_plan_fits, every_operand_lies_as_wanted))
+EMIT = Pass(emit_)
+
+PIPELINE = (CAPTURE, NORMALIZE, BATCH, BLOCKS, SEARCH, EMIT)
+
+
+# -- the compiler's door ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan, the text of its program, and the values of buffers that no checkpoint holds."""
+
+    plan: Plan
+    program: str
+    buffers: Mapping[str, torch.Tensor]
+    captured: Captured
+
+
+def compile_model(
+    model: nn.Module,
+    cluster: Cluster,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    global_batch: int | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    fix: Fix | None = None,
+    target: str = "",
+    seq_len: int | None = None,
+    memory_limit_gib: float | None = None,
+    time_limit_s: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Compiled:
+    """Plan and write the training of `model` on `cluster`.
+
+    Raises BadInput for options that cannot be, CaptureError where the model cannot be traced, NoPlanFits where no
+    plan meets the memory limit.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise BadInput(f"precision {precision!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
+    if optimizer not in OPTIMIZERS:
+        raise BadInput(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZERS)}")
+    if memory_limit_gib is not None:
+        cluster = cluster.with_memory_limit(int(memory_limit_gib * 2**30))
+    rows = next((t.shape[0] for t in batch_leaves(batch).values() if isinstance(t, torch.Tensor) and t.dim()), 1)
+    if global_batch is not None and global_batch < 1:
+        raise BadInput(f"a global batch of {global_batch} rows is not possible; it must be positive")
+    started = time.monotonic()
+    task = Task(
+        model, batch, loss_fn, cluster, global_batch or rows, precision, optimizer, dict(fix or {}), target, seq_len,
+        memory_limit_gib,
+    )  # fmt: skip
+    deadline = (lambda: time.monotonic() - started > time_limit_s) if time_limit_s else (lambda: False)
+    state = run(PIPELINE, State(task, progress, deadline))
+    plan = made(state.plan, "the plan")
+    plan = replace(plan, solver=replace(plan.solver, seconds=round(time.monotonic() - started, 3)))
+    captured = made(state.captured, "the capture")
+    return Compiled(plan, made(state.program, "the program"), dict(captured.constants), captured)
+
+
+def state_name(state: State) -> str:
+    return str(made(state.captured, "the capture").name)
+
+
+def problem_of(state: State) -> Problem:
+    """What SEARCH needs of the state."""
+    task, info = state.task, made(state.batch, "the batch analysis")
+    blocked: Blocked = made(state.blocked, "the blocks")
+    return Problem(
+        program=blocked,
+        rows={name: s for name, s in info.spread.items() if isinstance(s, S)},
+        cluster=task.cluster,
+        global_batch=task.global_batch,
+        precision=task.precision,
+        optimizer=task.optimizer,
+        separable=info.coupled,
+        emission=open_emission(state),
+        fix=task.fix,
+        frozen=frozen(state),
+    )
+
+
+def frozen(state: State) -> frozenset[str]:
+    """Full names of parameters that get no gradient: frozen by the user, or never read."""
+    return frozenset(name for name, p in made(state.blocked, "the blocks").all_parameters() if not p.value.grad) | {
+        p.name for p in unread(state)
+    }
+
+
+def unread(state: State) -> tuple[Any, ...]:
+    """Parameters and buffers of the model that the loss does not depend on."""
+    graph = made(state.graph, "the graph")
+    read = {name for op in (*graph.ops, *state.prologue) for name in op.operands}
+    return tuple(p for p in graph.parameters if p.value.name not in read)
+
+
+def open_emission(state: State) -> Emission:
+    """What the program says whatever the plan."""
+    task, captured = state.task, made(state.captured, "the capture")
+    leaves = batch_leaves(task.batch)
+    inputs = []
+    for one in captured.inputs:
+        tensor = leaves[one.key]
+        low, high = bounds(tensor)
+        shape = tuple(tensor.shape[1:] if one.rows else tensor.shape)
+        inputs.append(InputSpec(one.name, shape, str(tensor.dtype).removeprefix("torch."), one.rows, low, high))
+    info = made(state.batch, "the batch analysis")
+    return Emission(
+        title="", mesh={}, zero=0, zero_group=1, microbatch=1, microbatches=1, rows=task.global_batch, precision=task.precision,
+        optimizer=task.optimizer, inputs=tuple(inputs), prologue=state.prologue, normalizers=info.normalizers, recompute=(),
+        frozen=frozen(state), unread=unread(state),
+    )  # fmt: skip
+
+
+def bounds(tensor: torch.Tensor) -> tuple[float, float]:
+    """The range of an integer input in the example, for random data."""
+    if tensor.is_floating_point() or tensor.is_meta or tensor.numel() == 0:
+        return 0, 1
+    low = int(tensor.min())
+    return max(0, low), max(int(tensor.max()), max(0, low)) + 1
+
+
+def plan_of(state: State) -> Plan:
+    """The plan as everyone reads it."""
+    task, found = state.task, made(state.found, "the search's answer")
+    captured: Captured = made(state.captured, "the capture")
+    best = found.best
+    variant, seconds, held = best.variant, best.seconds, best.bytes
+    pair = variant.settled.pair
+    cluster = task.cluster
+    program: Blocked = made(state.blocked, "the blocks")
+    parameters = [(n, p) for n, p in program.all_parameters() if not p.buffer]
+    total = sum(prod(p.value.sizes) for _, p in parameters)
+    trained = sum(prod(p.value.sizes) for n, p in parameters if n not in frozen(state))
+    used = pair.dp * pair.tp
+    tokens = task.global_batch * (captured.seq_len or 1)
+    blocks = block_plans(variant)
+    peak = held.static.total + max(held.activations + max(held.logits, held.transient) + held.inputs, held.optimizer_temporaries)
+    memory = StageMemory(
+        stage=0,
+        peak_bytes=peak,
+        limit_bytes=cluster.memory_limit_bytes,
+        parameters=held.static.parameters,
+        gradients=held.static.gradients,
+        optimizer=held.static.optimizer,
+        activations=held.activations,
+        logits=held.logits,
+        buffers=peak - held.static.parameters - held.static.gradients - held.static.optimizer - held.activations - held.logits,
+        reserved_overhead=0,
+    )
+    warnings = [*state.notes, *unruled(state)]
+    if cluster.devices != used:
+        warnings.append(f"{cluster.devices - used} of {cluster.devices} devices are idle")
+    if made(state.batch, "the batch analysis").coupled:
+        warnings.append(f"no data parallelism or microbatches: {state.batch.coupled}")
+    if captured.seq_len is None:
+        warnings.append("the batch has no sequence: tokens_per_s_per_device counts samples")
+    if cluster.profile is None:
+        warnings.append("times are catalogue priors, not calibrated on this cluster")
+    peak_flop = cluster.device.peak_flop_per_s(task.precision)
+    return Plan(
+        status="optimal" if found.proved else "feasible",
+        model=ModelInfo(captured.name, total, trained, fingerprint(program)),
+        cluster=ClusterInfo(cluster.name, cluster.devices, cluster.nodes, cluster.device.name),
+        workload=Workload(task.global_batch, captured.seq_len, task.precision, task.optimizer),
+        mesh=Mesh(dp=pair.dp, tp=pair.tp),
+        idle_devices=cluster.devices - used,
+        zero=Zero(variant.zero, variant.group),
+        schedule=Schedule("none", pair.microbatch, pair.microbatches(task.global_batch)),
+        stages=(Stage(blocks, {b.name: b.recomputed for b in blocks if b.count}),),
+        step_time_s=seconds.total,
+        tokens_per_s_per_device=tokens / seconds.total / used,
+        mfu=model_flop(program, task.global_batch) / (seconds.total * used * peak_flop),
+        time_s=TimeSplit(
+            compute=seconds.compute,
+            tp_comm=seconds.tp_comm,
+            dp_comm=seconds.dp_comm,
+            recompute=seconds.recompute,
+            optimizer=seconds.optimizer,
+        ),
+        memory=(memory,),
+        solver=SolverReport(
+            name="best-first over SCIP",
+            status="optimal" if found.proved else "feasible",
+            objective_s=seconds.total,
+            bound_s=found.bound_s,
+            gap=max(0.0, 1 - found.bound_s / seconds.total),
+            seconds=0.0,
+            enumerated=found.enumerated,
+            pruned=found.enumerated - found.visited,
+            solved=found.solved,
+        ),
+        alternatives=alternatives(found, task.global_batch),
+        warnings=tuple(warnings),
+        collectives=collective_uses(variant, task.global_batch),
+        request=Request(
+            task.target, cluster.name, task.global_batch, task.seq_len, task.precision, task.optimizer, dict(task.fix),
+            task.memory_limit_gib,
+        ),
+    )  # fmt: skip
+
+
+def unruled(state: State) -> list[str]:
+    """Operators without a rule, which every tensor-parallel rank repeats."""
+    program: Blocked = made(state.blocked, "the blocks")
+    ops = [s for s in program.body if isinstance(s, Op)] + [op for b in program.blocks for op in b.ops]
+    names = sorted({op.target for op in ops if rule_of(op.target) is None and not op.target.startswith("autopar.")})
+    return [f"no sharding rule, so repeated on every tp rank: {', '.join(names)}"] if names else []
+
+
+def model_flop(program: Blocked, rows: int) -> float:
+    """Forward and backward FLOP of one step, recompute not counted."""
+    small = program.at(1)
+    total = 0
+
+    def of(op: Op, values: Mapping[str, Any]) -> int:
+        rule = rule_of(op.target)
+        return sum(rule.flop(Site(op, tuple(values[n] for n in op.operands)))) if rule is not None else 0
+
+    for statement in small.body:
+        if isinstance(statement, Op):
+            total += of(statement, small.values)
+    for b in small.blocks:
+        total += len(b.paths) * sum(of(op, b.values) for op in b.ops)
+    return float(total * rows)
+
+
+def fingerprint(program: Blocked) -> str:
+    """A digest of names, shapes and operators; the batch size does not enter."""
+    text = [f"{name} {p.value.shape} {p.value.dtype}" for name, p in program.all_parameters()]
+    ops = [s for s in program.body if isinstance(s, Op)] + [op for b in program.blocks for op in b.ops]
+    for op in ops:
+        shapes = [tuple(str(n) if isinstance(n, Size) else n for n in v.shape) for v in op.results]
+        text.append(f"{op.target} {shapes}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

@@ -1,0 +1,676 @@
+"""SEARCH: the mesh, the ZeRO stage, the microbatch and the recompute that train fastest within the memory.
+
+Best-first search (A*). A candidate is a (tp, microbatch) pair, then a variant of it (ZeRO stage and group), then that
+variant with as many layers recomputed, or its tensors cut as finely, as the memory asks for. Each is queued under a
+time that it cannot beat:
+
+    pair       the fastest strategy of every operator, no communication      ->  solve the sharding programme
+    variant    its exact step time without recompute                         ->  count its memory
+    fitted     its exact step time with what it needs to fit                 ->  the first one that comes up is optimal
+
+So the answer is proved against every candidate that was enumerated, though few are solved.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+import torch
+
+from costmodels.cluster import Cluster
+from costmodels.collectives import Collective
+from costmodels.errors import BadInput, NoPlanFits
+from costmodels.memory import StaticBytes, static_bytes
+from costmodels.operators import exposed_seconds, optimizer_seconds
+from passes.blocks import Blocked
+from passes.emit import Emission, emit
+from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, lower
+from passes.placements import R, S, local_shape
+from passes.plan import FIX_KEYS, Fix
+from passes.price import Axis, Seconds, op_seconds, reshard_seconds
+from passes.rehearse import Rehearsal, rehearse
+from passes.sharding import Sharding, Terms, held_bytes, least_seconds, shard
+
+GIB = 2**30
+NEARLY = 1.25  # times the best step: slower plans are no runners-up
+OPTIMIZERS = {"adamw": (2, 28), "sgd": (1, 20)}  # fp32 states per parameter; bytes that a fused step touches per parameter
+STATE_BYTES = 16.0  # per parameter in the first programme of a pair: fp32 weight, gradient and two AdamW moments
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is searched: a symbolic program, and where and how it is to be trained."""
+
+    program: Blocked
+    rows: Mapping[str, S]
+    cluster: Cluster
+    global_batch: int
+    precision: str
+    optimizer: str
+    separable: str  # why rows cannot be told apart, "" where they can
+    emission: Emission  # with the choices still open
+    fix: Fix
+    frozen: frozenset[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.precision == "bf16" else 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor-parallel degree and a microbatch size: what one rank runs is settled by them."""
+
+    tp: int
+    dp: int
+    microbatch: int
+
+    def microbatches(self, global_batch: int) -> int:
+        return global_batch // (self.dp * self.microbatch)
+
+
+@dataclass(frozen=True)
+class RegionSeconds:
+    """One region, once: compute and tensor-parallel communication."""
+
+    compute: Seconds
+    comm: Seconds
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one FSDP unit holds on a rank: elements after tensor parallelism."""
+
+    elements: int
+    trained: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A pair with its sharding: the local program and its price."""
+
+    pair: Pair
+    lowered: Lowered
+    root: RegionSeconds
+    blocks: tuple[RegionSeconds, ...]
+    units: tuple[Unit, ...]  # per block, then the root
+    partial_bytes: int  # gradients that are summed over tp once per step
+    largest_parameter: int
+
+    @property
+    def elements(self) -> int:
+        return sum(u.elements * u.count for u in self.units)
+
+    @property
+    def trained(self) -> int:
+        return sum(u.trained * u.count for u in self.units)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Every choice of a plan."""
+
+    settled: Settled
+    zero: int
+    group: int
+    recompute: tuple[int, ...]  # per block, layers recomputed
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Exposed seconds of one optimizer step."""
+
+    compute: float
+    tp_comm: float
+    dp_comm: float
+    recompute: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tp_comm + self.dp_comm + self.recompute + self.optimizer
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What the fullest rank holds at the fullest moment of a step."""
+
+    static: StaticBytes
+    activations: int
+    logits: int
+    transient: int
+    optimizer_temporaries: int
+    inputs: int
+
+    @property
+    def peak(self) -> int:
+        forward_backward = self.activations + max(self.logits, self.transient) + self.inputs
+        return self.static.total + max(forward_backward, self.optimizer_temporaries)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A priced variant; `why_not` says why it was not chosen."""
+
+    variant: Variant
+    seconds: StepSeconds
+    bytes: StepBytes | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best variant, what nearly won, and how the search went."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    enumerated: int
+    visited: int  # variants whose price was worked out
+    solved: int
+    bound_s: float
+    proved: bool
+
+
+Progress = Callable[[str], None]
+
+
+# -- what can be tried ------------------------------------------------------------------------------------------------
+
+
+def pairs(problem: Problem) -> list[Pair]:
+    """Every (tp, dp, microbatch) that the pins allow; raises BadInput where they contradict each other."""
+    fix, devices, batch = problem.fix, problem.cluster.devices, problem.global_batch
+    check_fix(problem)
+    tp_fixed, dp_fixed = fixed_int(fix, "tp"), fixed_int(fix, "dp")
+    found = []
+    for tp in [tp_fixed] if tp_fixed else degrees(devices, problem.cluster.devices_per_node):
+        most = devices // tp
+        choices = [dp_fixed] if dp_fixed else [max(d for d in range(1, most + 1) if batch % d == 0)]
+        if problem.separable and not dp_fixed:
+            choices = [1]
+        for dp in choices:
+            rows = batch // dp
+            for microbatch in divisors(rows):
+                count = rows // microbatch
+                if fixed_int(fix, "microbatch") not in (None, microbatch):
+                    continue
+                if fixed_int(fix, "microbatches") not in (None, count):
+                    continue
+                if problem.separable and count > 1:
+                    continue
+                found.append(Pair(tp, dp, microbatch))
+    if not found:
+        raise BadInput(
+            f"no microbatch of a global batch of {batch} rows meets "
+            + ", ".join(f"{k}={fix[k]}" for k in FIX_KEYS if k in fix)
+        )
+    return found
+
+
+def check_fix(problem: Problem) -> None:
+    """One clear sentence for pins that cannot be."""
+    fix, devices, batch = problem.fix, problem.cluster.devices, problem.global_batch
+    unknown = sorted(set(fix) - set(FIX_KEYS))
+    if unknown:
+        raise BadInput(f"--fix does not know {', '.join(unknown)}; it knows {', '.join(FIX_KEYS)}")
+    for key in FIX_KEYS:
+        if key in fix and key not in ("schedule", "recompute") and (fixed_int(fix, key) or 0) < (key != "zero"):
+            if key != "zero" or (fixed_int(fix, key) or 0) < 0:
+                raise BadInput(f"--fix {key}={fix[key]} must be a positive number")
+    for key in ("pp", "cp", "ep", "virtual_stages"):
+        if fixed_int(fix, key) not in (None, 1):
+            raise BadInput(f"--fix {key}={fix[key]}: this version plans dp and tp only; {key} must be 1")
+    if fix.get("schedule", "none") not in ("none", "gpipe", "1f1b"):
+        raise BadInput(f"--fix schedule={fix['schedule']} needs pipeline stages, which this version does not plan")
+    if fix.get("recompute", "none") not in ("none", "full"):
+        raise BadInput(f"--fix recompute={fix['recompute']}: this version recomputes whole layers; use none or full")
+    tp, dp, zero = fixed_int(fix, "tp"), fixed_int(fix, "dp"), fixed_int(fix, "zero")
+    group = fixed_int(fix, "zero_group")
+    if (tp or 1) * (dp or 1) > devices:
+        raise BadInput(f"--fix dp={dp or 1},tp={tp or 1} needs {(tp or 1) * (dp or 1)} devices; there are {devices}")
+    if dp and batch % dp:
+        near = [d for d in divisors(batch) if d <= devices // (tp or 1)]
+        raise BadInput(f"a global batch of {batch} rows cannot be split over dp={dp}; use one of {near}")
+    if dp and dp > 1 and problem.separable:
+        raise BadInput(f"--fix dp={dp} is not possible: {problem.separable}")
+    if (fixed_int(fix, "microbatches") or 1) > 1 and problem.separable:
+        raise BadInput(f"--fix microbatches={fix['microbatches']} is not possible: {problem.separable}")
+    if zero is not None and zero not in (0, 1, 2, 3):
+        raise BadInput(f"--fix zero={zero}: the ZeRO stages are 0, 1, 2 and 3")
+    if dp and group and dp % group:
+        raise BadInput(f"--fix zero_group={group} does not divide dp={dp}")
+    m, mb = fixed_int(fix, "microbatches"), fixed_int(fix, "microbatch")
+    for name, size in (("microbatch", mb), ("microbatches", m), ("microbatch * microbatches", (m or 1) * (mb or 1))):
+        if size and (batch // (dp or 1)) % size:
+            raise BadInput(f"{name} = {size} does not divide the {batch // (dp or 1)} rows of a data-parallel rank")
+
+
+def fixed_int(fix: Fix, key: str) -> int | None:
+    value = fix.get(key)
+    if value is None or key in ("schedule", "recompute"):
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise BadInput(f"--fix {key}={value} must be a whole number") from None
+
+
+def degrees(devices: int, per_node: int) -> list[int]:
+    """Tensor-parallel degrees worth trying: any inside a node, divisors of the cluster beyond it."""
+    inside = range(1, min(devices, per_node) + 1)
+    best: dict[int, int] = {}
+    for tp in inside:  # of two degrees with the same number of groups, one leaves more devices idle
+        best[devices // tp] = max(best.get(devices // tp, 0), tp)
+    beyond = [d for d in divisors(devices) if per_node < d <= 8 * per_node and d % per_node == 0]
+    return sorted({*best.values(), *beyond})
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def groups(problem: Problem, pair: Pair) -> Iterator[tuple[int, int]]:
+    """ZeRO stages with the groups over which they shard."""
+    stage_fixed, group_fixed = fixed_int(problem.fix, "zero"), fixed_int(problem.fix, "zero_group")
+    for stage in [stage_fixed] if stage_fixed is not None else [0, 1, 2, 3]:
+        if stage and pair.dp == 1 and stage_fixed is None:
+            continue
+        if stage == 0:
+            yield 0, 1
+            continue
+        node = problem.cluster.devices_per_node // pair.tp
+        sizes = {pair.dp} | ({node} if 1 < node < pair.dp and pair.dp % node == 0 else set())
+        for size in [group_fixed] if group_fixed else sorted(sizes, reverse=True):
+            if pair.dp % size == 0:
+                yield stage, size
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
+    """The local program of a sharding, and its price: of the very operators and collectives that are emitted."""
+    lowered = lower(problem.program.at(pair.microbatch), sharding)
+    units = [
+        unit(problem, region, pair.tp, block.paths[0], len(block.paths))
+        for region, block in zip(lowered.blocks, lowered.program.blocks, strict=True)
+    ]
+    units.append(unit(problem, lowered.root, pair.tp, "", 1))
+    partial = sum(
+        p.value.elements * 4 * count
+        for region, count in lowered.regions()
+        for p, placement in region.parameters
+        if placement is R
+    )
+    held = [
+        prod(local_shape(placement, p.value.sizes, pair.tp))
+        for region, _ in lowered.regions()
+        for p, placement in region.parameters
+    ]
+    return Settled(
+        pair,
+        lowered,
+        region_seconds(lowered.root, sharding.axis),
+        tuple(region_seconds(r, sharding.axis) for r in lowered.blocks),
+        tuple(units),
+        partial,
+        max(held, default=0),
+    )
+
+
+def unit(problem: Problem, region: LocalRegion, tp: int, path: str, count: int) -> Unit:
+    """The parameters of one region on one rank."""
+    elements = trained = 0
+    for parameter, placement in region.parameters:
+        if parameter.buffer:
+            continue
+        own = prod(local_shape(placement, parameter.value.sizes, tp))
+        elements += own
+        full = f"{path}.{parameter.name}" if path else parameter.name
+        trained += own if full not in problem.frozen else 0
+    return Unit(elements, trained, count)
+
+
+def region_seconds(region: LocalRegion, axis: Axis) -> RegionSeconds:
+    """The time of a region's own statements (calls are priced by their blocks)."""
+    compute, comm = Seconds(), Seconds()
+    for statement in region.statements:
+        if isinstance(statement, LocalOp):
+            whole = op_seconds(statement.site, statement.rule, statement.strategy, axis)
+            inside = sum(axis.seconds(kind, size) for kind, size in statement.strategy.inside)
+            compute += Seconds(whole.forward - inside, whole.backward)
+            comm += Seconds(inside, 0.0)
+        elif isinstance(statement, Reshard):
+            comm += reshard_seconds(statement.value, statement.source, statement.target, axis)
+    return RegionSeconds(compute, comm)
+
+
+def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
+    """Exposed seconds of one optimizer step of a variant."""
+    settled, cluster = variant.settled, problem.cluster
+    pair, device = settled.pair, cluster.device
+    m = pair.microbatches(problem.global_batch)
+    counts = [u.count for u in settled.units]
+    regions = [*settled.blocks, settled.root]
+    compute = Seconds()
+    comm = Seconds()
+    for region, count in zip(regions, counts, strict=True):
+        compute += region.compute.times(count)
+        comm += region.comm.times(count)
+    again = sum(k * (r.compute.forward + r.comm.forward) for k, r in zip(variant.recompute, settled.blocks, strict=True))
+    axis = settled.lowered.sharding.axis
+    sums = axis.seconds(Collective.ALL_REDUCE, settled.partial_bytes) if pair.tp > 1 else 0.0
+    states, touched = OPTIMIZERS[problem.optimizer]
+    shard = variant.group if variant.zero else 1
+    return StepSeconds(
+        compute=m * compute.total,
+        tp_comm=m * comm.total + sums,
+        dp_comm=dp_seconds(problem, variant, m, compute),
+        recompute=m * again,
+        optimizer=optimizer_seconds(touched * ceil(settled.trained / shard), device),
+    )
+
+
+def dp_seconds(problem: Problem, variant: Variant, m: int, compute: Seconds) -> float:
+    """What data-parallel communication adds to a step, beside the compute that it runs next to.
+
+    Gradients are reduced in fp32, parameters gathered in the compute dtype, unit by unit.
+    """
+    settled = variant.settled
+    pair, cluster = settled.pair, problem.cluster
+    if pair.dp == 1:
+        return 0.0
+    shards = variant.group if variant.zero else 1
+    inner = Axis.of(cluster, "dp_shard", shards, pair.tp)
+    outer = Axis.of(cluster, "dp_replicate", pair.dp // shards, pair.tp * shards)
+
+    def reduced(unit: Unit) -> float:
+        full = 4 * unit.trained
+        scattered = inner.seconds(Collective.REDUCE_SCATTER, full) if shards > 1 else 0.0
+        return scattered + (outer.seconds(Collective.ALL_REDUCE, full / shards) if outer.ranks > 1 else 0.0)
+
+    def gathered(unit: Unit) -> float:
+        return inner.seconds(Collective.ALL_GATHER, problem.compute_bytes * unit.elements) if shards > 1 else 0.0
+
+    reduce = sum(u.count * reduced(u) for u in settled.units)
+    gather = sum(u.count * gathered(u) for u in settled.units)
+    again = sum(u.count * gathered(u) for u in settled.units[:-1])  # the root stays gathered until its backward
+    device = cluster.device
+
+    def beside(comm: float, work: float) -> float:
+        return exposed_seconds(work, comm, device)
+
+    forward, backward = compute.forward, compute.backward
+    if variant.zero in (0, 1):
+        return beside(reduce, backward) + beside(gather, forward)
+    if variant.zero == 2:
+        return m * beside(reduce, backward) + beside(gather, forward)
+    return m * (beside(reduce + again, backward) + beside(gather, forward))
+
+
+def step_bytes(problem: Problem, variant: Variant, rehearsal: Rehearsal) -> StepBytes:
+    """Memory of a variant, from the rehearsal of its program."""
+    settled = variant.settled
+    pair = settled.pair
+    m = pair.microbatches(problem.global_batch)
+    states, _ = OPTIMIZERS[problem.optimizer]
+    sizes = sorted((u.elements for u in settled.units for _ in range(min(u.count, 2))), reverse=True)
+    static = static_bytes(
+        settled.elements,
+        zero_stage=variant.zero,
+        shard_group=variant.group if variant.zero else 1,
+        largest_group=sizes[0],
+        prefetched_group=sizes[1] if len(sizes) > 1 else 0,
+        optimizer_state_factor=states,
+        compute_bytes=problem.compute_bytes,
+        trainable=settled.trained,
+        accumulates=m > 1,
+    )
+    saved = transient = 0
+    for unit_, kept, again, k in zip(settled.units, rehearsal.blocks, rehearsal.recomputed, variant.recompute, strict=False):
+        saved += (unit_.count - k) * kept.saved_bytes + k * again.saved_bytes
+        transient = max(transient, again.backward_peak_bytes if k else kept.backward_peak_bytes)
+    root = rehearsal.root
+    head = max(root.forward_peak_bytes, root.saved_bytes + root.backward_peak_bytes) - rehearsal.before_calls_bytes
+    shards = variant.group if variant.zero else 1
+    trained = ceil(settled.trained / shards)
+    # AdamW over lists of tensors (CUDA) takes one more fp32 copy of what it updates; tensor by tensor (CPU) two of one
+    temporaries = 4 * trained if problem.cluster.device.kind == "cuda" else 8 * ceil(settled.largest_parameter / shards)
+    inputs = sum(v.bytes for v in settled.lowered.program.inputs) * m
+    return StepBytes(
+        static=static,
+        activations=saved + rehearsal.before_calls_bytes,
+        logits=max(0, head),
+        transient=transient,
+        optimizer_temporaries=temporaries if states else 0,
+        inputs=inputs,
+    )
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+class Search:
+    """One search: `run` gives the optimum or raises NoPlanFits with the closest."""
+
+    def __init__(self, problem: Problem, progress: Progress, deadline: Callable[[], bool]) -> None:
+        self.problem, self.progress, self.deadline = problem, progress, deadline
+        self.limit = problem.cluster.memory_limit_bytes
+        self.order = itertools.count()
+        self.queue: list[tuple[float, int, object]] = []
+        self.enumerated = 0
+        self.visited = 0
+        self.solved = 0
+        self.rehearsals: dict[int, Rehearsal] = {}
+        self.rejected: list[Candidate] = []
+
+    def push(self, seconds: float, item: object) -> None:
+        heapq.heappush(self.queue, (seconds, next(self.order), item))
+
+    def run(self) -> Found:
+        problem = self.problem
+        for pair in pairs(problem):
+            variants = list(groups(problem, pair))
+            self.enumerated += len(variants)
+            if variants and not self.hopeless(pair):
+                self.push(self.least(pair), pair)
+        best: Candidate | None = None
+        runners: list[Candidate] = []
+        bound = 0.0
+        while self.queue:
+            bound, _, item = heapq.heappop(self.queue)
+            if best is not None and (bound > best.seconds.total * NEARLY or len(runners) >= 3):
+                break
+            if isinstance(item, Candidate) and item.bytes is not None:
+                if best is None:
+                    best = item
+                else:
+                    runners.append(item)
+                continue
+            if best is not None and isinstance(item, Pair):
+                continue  # proved already; runners-up come from what is solved
+            if self.deadline() and best is None and any(isinstance(i, Candidate) and i.bytes for _, _, i in self.queue):
+                best = min((i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes), key=lambda c: c.seconds.total)
+                return Found(best, tuple(self.rejected[:3]), self.enumerated, self.visited, self.solved, bound, proved=False)
+            self.expand(item)
+        if best is None:
+            raise NoPlanFits(self.closest())
+        return Found(best, self.nearly(best, runners), self.enumerated, self.visited, self.solved, best.seconds.total, proved=True)
+
+    def expand(self, item: object) -> None:
+        if isinstance(item, Pair):
+            self.solve(item)
+        elif isinstance(item, Candidate):
+            self.fit(item)
+
+    def axis(self, pair: Pair) -> Axis:
+        return Axis.of(self.problem.cluster, "tp", pair.tp, 1)
+
+    def hopeless(self, pair: Pair) -> bool:
+        """Whether even the inputs of the layers, cut as finely as can be, fill the memory."""
+        program = self.problem.program.at(pair.microbatch)
+        kept = sum(v.bytes * len(b.paths) for b in program.blocks for v in b.inputs if v.grad)
+        return kept / pair.tp > self.limit
+
+    def least(self, pair: Pair) -> float:
+        """A step of the pair cannot be faster: the fastest strategy of every operator, no communication."""
+        program = self.problem.program.at(pair.microbatch)
+        return pair.microbatches(self.problem.global_batch) * least_seconds(program, self.axis(pair), self.problem.rows)
+
+    def solve(self, pair: Pair) -> None:
+        m = pair.microbatches(self.problem.global_batch)
+        self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
+        self.solved += 1
+        sharding = shard(self.problem.program.at(pair.microbatch), self.axis(pair), Terms(microbatches=m), self.problem.rows)
+        assert sharding is not None, "without a memory budget there is always a sharding"
+        settled = settle(self.problem, pair, sharding)
+        wanted = self.problem.fix.get("recompute")
+        for stage, size in groups(self.problem, pair):
+            layers = tuple(u.count if wanted == "full" else 0 for u in settled.units[:-1])
+            self.visited += 1
+            variant = Variant(settled, stage, size, layers)
+            seconds = step_seconds(self.problem, variant)
+            self.push(seconds.total, Candidate(variant, seconds, None))
+
+    def rehearsal(self, settled: Settled) -> Rehearsal:
+        key = id(settled.lowered)
+        if key not in self.rehearsals:
+            none = tuple(0 for _ in settled.blocks)
+            text = emit(
+                settled.lowered, replace(self.problem.emission, recompute=none, microbatch=settled.pair.microbatch)
+            )
+            self.rehearsals[key] = rehearse(text, settled.lowered, self.problem.dtype)
+        return self.rehearsals[key]
+
+    def fit(self, candidate: Candidate) -> None:
+        """Queue the candidate with its memory; where it does not fit, queue what would make it fit."""
+        variant = candidate.variant
+        held = step_bytes(self.problem, variant, self.rehearsal(variant.settled))
+        if held.peak <= self.limit:
+            self.push(candidate.seconds.total, replace(candidate, bytes=held))
+            return
+        self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {held.peak / GIB:.1f} GiB"))
+        if "recompute" not in self.problem.fix:
+            again = self.recomputed(variant)
+            if again is not None:
+                seconds = step_seconds(self.problem, again)
+                self.push(seconds.total, Candidate(again, seconds, step_bytes(self.problem, again, self.rehearsal(again.settled))))
+                return
+        self.cut_finer(variant, held)
+
+    def recomputed(self, variant: Variant) -> Variant | None:
+        """The variant with the fewest layers recomputed that fits, blocks that free most per second first."""
+        settled, rehearsal = variant.settled, self.rehearsal(variant.settled)
+        gains = []
+        for b, (kept, again, seconds) in enumerate(zip(rehearsal.blocks, rehearsal.recomputed, settled.blocks, strict=True)):
+            freed = kept.saved_bytes - again.saved_bytes
+            if freed > 0:
+                gains.append((-freed / max(1e-12, seconds.compute.forward + seconds.comm.forward), b))
+        layers = list(variant.recompute)
+        for _, b in sorted(gains):
+            count = settled.units[b].count
+            low, high = layers[b], count
+            layers[b] = count
+            if not self.fits(replace(variant, recompute=tuple(layers))):
+                continue
+            while low < high:
+                layers[b] = (low + high) // 2
+                low, high = (low, layers[b]) if self.fits(replace(variant, recompute=tuple(layers))) else (layers[b] + 1, high)
+            layers[b] = high
+            return replace(variant, recompute=tuple(layers))
+        return None
+
+    def fits(self, variant: Variant) -> bool:
+        return step_bytes(self.problem, variant, self.rehearsal(variant.settled)).peak <= self.limit
+
+    def cut_finer(self, variant: Variant, held: StepBytes) -> None:
+        """Solve the pair again under a memory budget: parameters and activations are cut where they were whole."""
+        pair, problem = variant.settled.pair, self.problem
+        if pair.tp == 1:
+            return
+        full = problem.fix.get("recompute") != "none"
+        layers = tuple(u.count if full else 0 for u in variant.settled.units[:-1])
+        settled = variant.settled
+        per_element = held.static.total / max(1, settled.elements)
+        m = pair.microbatches(problem.global_batch)
+        budget = None
+        for _ in range(3):
+            trial = replace(variant, settled=settled, recompute=layers)
+            now = step_bytes(problem, trial, self.rehearsal(settled))
+            if now.peak <= self.limit:
+                seconds = step_seconds(problem, trial)
+                self.push(seconds.total, Candidate(trial, seconds, now))
+                return
+            self.rejected.append(
+                Candidate(trial, step_seconds(problem, trial), now, f"does not fit: {now.peak / GIB:.1f} GiB")
+            )
+            terms = Terms(m, per_element, None, keeps_activations=not full)
+            known = settled.lowered.sharding.held_bytes if budget is not None else None
+            if known is None:
+                known = shard_bytes(problem, pair, self.axis(pair), terms, settled.lowered.sharding)
+            budget = known - (now.peak - self.limit) * 1.02
+            self.solved += 1
+            found = shard(problem.program.at(pair.microbatch), self.axis(pair), replace(terms, budget_bytes=budget), problem.rows)
+            if found is None:
+                return
+            settled = settle(problem, pair, found)
+            per_element = terms.state_bytes
+
+    # -- what is said of the others --------------------------------------------------------------------------------
+
+    def nearly(self, best: Candidate, runners: list[Candidate]) -> tuple[Candidate, ...]:
+        said = [replace(c, why_not=reason(best, c)) for c in runners]
+        shown = {(c.variant.settled.pair, c.variant.zero, c.variant.group) for c in (best, *runners)}
+        for one in sorted(self.rejected, key=lambda c: c.seconds.total):
+            key = (one.variant.settled.pair, one.variant.zero, one.variant.group)
+            if key not in shown and one.seconds.total < best.seconds.total:
+                shown.add(key)
+                said.append(one)
+        return tuple(said[:5])
+
+    def closest(self) -> str:
+        """The sentence for "nothing fits": which constraint binds and by how much."""
+        cluster = self.problem.cluster
+        head = f"no plan fits {cluster.devices} {cluster.device.name} ({self.limit / GIB:.2f} GiB usable each)"
+        if not self.rejected:
+            return f"{head}: the inputs of the layers alone, for one microbatch, are larger"
+        one = min(self.rejected, key=lambda c: c.bytes.peak if c.bytes else 0)
+        assert one.bytes is not None
+        v, held = one.variant, one.bytes
+        recompute = ", full recompute" if any(v.recompute) else ""
+        zero = f", ZeRO-{v.zero} over {v.group}" if v.zero else ""
+        pair = v.settled.pair
+        return (
+            f"{head}.\n  The closest (dp {pair.dp}, tp {pair.tp}{zero}{recompute}, microbatch {pair.microbatch}) needs "
+            f"{held.peak / GIB:.2f} GiB on every device: parameters {held.static.parameters / GIB:.2f}, "
+            f"gradients {held.static.gradients / GIB:.2f}, optimizer {held.static.optimizer / GIB:.2f}, "
+            f"activations {held.activations / GIB:.2f}, "
+            f"transients {(max(held.logits, held.transient) + held.static.buffers) / GIB:.2f}."
+        )
+
+
+def reason(best: Candidate, other: Candidate) -> str:
+    """Why a plan that fits is slower: where it loses most."""
+    names = {
+        "compute": "more compute per device",
+        "tp_comm": "more tp communication",
+        "dp_comm": "dp communication not hidden",
+        "recompute": "more recompute",
+        "optimizer": "a longer optimizer step",
+    }
+    lost = {k: getattr(other.seconds, k) - getattr(best.seconds, k) for k in names}
+    return names[max(lost, key=lambda k: lost[k])]
+
+
+def shard_bytes(problem: Problem, pair: Pair, axis: Axis, terms: Terms, sharding: Sharding) -> float:
+    """What the memory constraint would count for a sharding that was found without one."""
+    return held_bytes(problem.program.at(pair.microbatch), axis, terms, problem.rows, sharding)

@@ -1,0 +1,233 @@
+"""A plan as text, on one screen, and as files."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.report import check_output_folder, read_plan, render, save
+from costmodels.errors import BadInput, PlanMismatch
+from passes.plan import (
+    Alternative,
+    BlockPlan,
+    ClusterInfo,
+    CollectiveUse,
+    Mesh,
+    ModelInfo,
+    Plan,
+    Request,
+    Schedule,
+    SolverReport,
+    Stage,
+    StageMemory,
+    TimeSplit,
+    Workload,
+    Zero,
+)
+
+GIB = 2**30
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserved_overhead")
+
+
+def memory(stage: int, *gib: float, limit_gib: float) -> StageMemory:
+    sizes = [round(one * GIB) for one in gib]
+    return StageMemory(stage, sum(sizes), round(limit_gib * GIB), **dict(zip(PARTS, sizes, strict=True)))
+
+
+def sample_plan() -> Plan:
+    """Llama-8B on 64 H100; the numbers are invented, and add up."""
+    return Plan(
+        status="optimal",
+        model=ModelInfo("LlamaForCausalLM", 8_030_261_248, 8_030_261_248, "f00d"),
+        cluster=ClusterInfo("8x8xh100", 64, 8, "h100-sxm-80"),
+        workload=Workload(512, 8192, "bf16", "adamw"),
+        mesh=Mesh(dp=16, tp=4),
+        idle_devices=0,
+        zero=Zero(1, 16),
+        schedule=Schedule("1f1b", 1, 32),
+        stages=(
+            Stage(
+                blocks=(
+                    BlockPlan("embed_tokens", 1, 0, "vocabulary over tp"),
+                    BlockPlan("LlamaDecoderLayer", 32, 32, "heads and ffn over tp, norms along the sequence"),
+                    BlockPlan("lm_head, loss", 1, 0, "vocabulary over tp"),
+                ),
+                recompute={"LlamaDecoderLayer": 32},
+            ),
+        ),
+        step_time_s=4.12,
+        tokens_per_s_per_device=15906.7,
+        mfu=0.52,
+        time_s=TimeSplit(compute=2.9252, tp_comm=0.5768, dp_comm=0.1648, recompute=0.3708, optimizer=0.0824),
+        memory=(memory(0, 4.0, 8.0, 6.0, 33.9, 3.9, 2.3, 0.0, limit_gib=72.3),),
+        solver=SolverReport("SCIP", "optimal", 4.12, 4.12, 0.0, 11.3, 1204, 1167, 37),
+        alternatives=(
+            Alternative(
+                Mesh(dp=8, tp=8), Zero(1, 8), Schedule("1f1b", 1, 64), "full", 4.248, 52 * GIB, "more tp communication"
+            ),
+            Alternative(
+                Mesh(dp=64), Zero(3, 64), Schedule("1f1b", 1, 8), "full", 4.318, 61 * GIB, "all-gathers not hidden"
+            ),
+            Alternative(
+                Mesh(dp=32, tp=2), Zero(1, 32), Schedule("1f1b", 1, 16), "none", 4.0, round(81.4 * GIB),
+                "does not fit: 81.4 GiB",
+            ),
+        ),
+        warnings=(),
+        collectives=(
+            CollectiveUse("all_gather", "tp", "layers.input_layernorm", 64 * 2**20, 2048, 0.21),
+            CollectiveUse("reduce_scatter", "tp", "layers.o_proj", 64 * 2**20, 2048, 0.19),
+            CollectiveUse("reduce_scatter", "dp", "gradients", 16 * GIB, 1, 0.1648),
+        ),
+        request=Request("hf:llama-8b/config.json", "8x8xh100", 512, 8192, "bf16", "adamw", {}, None),
+    )  # fmt: skip
+
+
+def mlp_plan() -> Plan:
+    """A small model on CPUs: no sequence, an idle device, a warning, no proof."""
+    return replace(
+        sample_plan(),
+        status="feasible",
+        model=ModelInfo("MLP", 14_216, 13_000, "beef"),
+        cluster=ClusterInfo("cpu:4", 4, 1, "cpu"),
+        workload=Workload(12, None, "fp32", "sgd"),
+        mesh=Mesh(dp=3),
+        idle_devices=1,
+        zero=Zero(0, 1),
+        schedule=Schedule("1f1b", 4, 1),
+        stages=(Stage((BlockPlan("MLP", 1, 0, "whole on every device"),), {}),),
+        step_time_s=0.000734,
+        tokens_per_s_per_device=5449.6,
+        mfu=0.0123,
+        time_s=TimeSplit(compute=0.0007, dp_comm=0.000034),
+        memory=(memory(0, 0.0001, 0.0001, 0, 0.00002, 0, 0, 0, limit_gib=60),),
+        solver=SolverReport("SCIP", "feasible", 0.00074, 0.0007, 0.048, 0.21, 9, 2, 7),
+        alternatives=(),
+        warnings=("tokens_per_s_per_device counts samples: the batch has no sequence", "1 of 4 devices is idle"),
+        collectives=(),
+    )
+
+
+def pipeline_plan() -> Plan:
+    """Four stages, and more of everything than a screen holds."""
+    stages = tuple(
+        Stage(tuple(BlockPlan(f"kind_{i}_{j}", 6, 3, "heads and ffn over tp, " * 6) for j in range(4)), {})
+        for i in range(4)
+    )
+    plan = sample_plan()
+    return replace(
+        plan,
+        mesh=Mesh(pp=4, dp=4, tp=4),
+        zero=Zero(0, 1),
+        schedule=Schedule("interleaved", 1, 128, 2),
+        stages=stages,
+        memory=tuple(memory(i, 1, 2, 3, 40 - i, 0, 0, 1, limit_gib=72) for i in range(4)),
+        alternatives=plan.alternatives * 5,
+        warnings=tuple(f"warning {i}: " + "something to know about this plan, " * 8 for i in range(9)),
+        collectives=plan.collectives * 7,
+    )
+
+
+def test_report_of_a_large_model(golden: Callable[[str, str], None]) -> None:
+    golden("report_llama.txt", render(sample_plan()))
+
+
+def test_report_with_blocks_shows_collectives_and_ranks(golden: Callable[[str, str], None]) -> None:
+    golden("report_llama_blocks.txt", render(sample_plan(), blocks=True))
+
+
+def test_report_without_a_sequence_counts_samples(golden: Callable[[str, str], None]) -> None:
+    golden("report_mlp.txt", render(mlp_plan()))
+
+
+def test_report_of_pipeline_stages_names_the_fullest(golden: Callable[[str, str], None]) -> None:
+    golden("report_pipeline.txt", render(pipeline_plan()))
+
+
+@pytest.mark.parametrize("plan", [sample_plan(), mlp_plan(), pipeline_plan()], ids=["llama", "mlp", "pipeline"])
+def test_report_fits_one_screen_and_has_no_colour(plan: Plan) -> None:
+    lines = render(plan).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "\x1b" not in render(plan)
+
+
+def test_colour_changes_nothing_but_colour() -> None:
+    coloured = render(sample_plan(), colour=True)
+    assert "\x1b[1m" in coloured
+    assert coloured.replace("\x1b[1m", "").replace("\x1b[0m", "") == render(sample_plan())
+
+
+@pytest.mark.parametrize("plan", [sample_plan(), mlp_plan()], ids=["llama", "mlp"])
+def test_plan_comes_back_from_yaml_and_json(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert read_plan(tmp_path) == replace(plan, solver=replace(plan.solver, seconds=0.0))
+
+
+def test_plan_of_another_version_is_refused_unless_it_is_only_shown(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(sample_plan().as_dict() | {"autopar": "0.0.9"}))
+    with pytest.raises(PlanMismatch, match=r"made by autopar 0\.0\.9, this is"):
+        read_plan(file)
+    assert read_plan(file, any_version=True) == sample_plan()
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: [", "neither YAML nor JSON, see line 1"),
+        ("- 1", "expected a mapping"),
+        ("a: 1", "it has no key 'autopar'"),
+        ("autopar: 0.1.0", "status is missing"),
+        ('{"autopar": "0.1.0", "status": 3}', "status is 3, not str"),
+        ('{"autopar": "0.1.0", "status": "optimal", "model": 3}', "model is 3, not a mapping"),
+    ],
+)
+def test_what_is_no_plan_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInput, match=said):
+        read_plan(file)
+
+
+def test_saved_folder_replaces_an_earlier_output(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    save(out, sample_plan(), "old = 1\n", {"inv_freq": torch.ones(2)})
+    assert sorted(one.name for one in out.iterdir()) == ["buffers.pt", "plan.yaml", "program.py"]
+    save(out, sample_plan(), "new = 1\n", {})
+    assert sorted(one.name for one in out.iterdir()) == ["plan.yaml", "program.py"]
+    assert (out / "program.py").read_text() == "new = 1\n"
+    assert [one.name for one in out.parent.iterdir()] == ["out"]
+
+
+def test_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(BadInput, match=r"holds thesis\.tex"):
+        save(tmp_path, sample_plan(), "", {})
+    assert [one.name for one in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_file_where_a_folder_is_wanted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(BadInput, match="is a file"):
+        check_output_folder(tmp_path / "out")
+    with pytest.raises(BadInput, match="not a folder that you may write to"):
+        check_output_folder(tmp_path / "out" / "below")
+
+
+def test_failing_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path / "out", sample_plan(), "old = 1\n", {})
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BadInput, match="No space left"):
+        save(tmp_path / "out", sample_plan(), "new = 1\n", {})
+    monkeypatch.undo()
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "program.py").read_text() == "old = 1\n"
