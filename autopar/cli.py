@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,13 +21,14 @@ from costmodels.errors import AutoparError, BadInput, CaptureError, PlanMismatch
 from passes.plan import FIX_KEYS, VERSION, Plan
 
 if TYPE_CHECKING:
+    from autopar.target import Target
     from passes.pipeline import Compiled
 
 DONE, FAILED, BAD, INTERRUPTED = 0, 1, 2, 130
 DEBUG = "--debug"  # taken out of the arguments before they are parsed: it may stand anywhere
 
 WORDS = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zbv", "interleaved_zb"),
+    "schedule": ("none", "gpipe", "1f1b", "interleaved", "zbv", "interleaved_zb"),
     "recompute": ("none", "selective", "full"),
 }
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # of click, which some versions of typer carry inside
@@ -93,13 +95,13 @@ def plan(
     out: OutOption = None,
 ) -> int:
     """Find the fastest plan for TARGET on a cluster, and show it."""
-    from autopar.report import check_output_folder, save, write_text
+    from autopar.report import check_output_folder, write_text
 
     if out is not None:
         check_output_folder(out)
-    made = _compiled(target, cluster, global_batch, seq_len, precision, optimizer, fix, memory_limit)
+    loaded, made = _compiled(target, cluster, global_batch, seq_len, precision, optimizer, fix, memory_limit)
     if out is not None:
-        save(out, made.plan, made.program, made.buffers)
+        _write(out, made.plan, loaded, made)
     if str(json) == "-":
         print(made.plan.to_json())
         return DONE
@@ -143,7 +145,7 @@ def generate(
     memory_limit: MemoryLimit = None,
 ) -> int:
     """Write the program of a saved plan, or of TARGET planned now, to a folder."""
-    from autopar.report import check_output_folder, read_plan, save
+    from autopar.report import check_output_folder, read_plan
 
     if out is None:
         raise BadInput("generate needs --out DIR, the folder to write")
@@ -153,10 +155,10 @@ def generate(
         "--optimizer": optimizer, "--fix": fix, "--memory-limit": memory_limit,
     }  # fmt: skip
     if _is_target(plan):
-        made = _compiled(
+        loaded, made = _compiled(
             plan, cluster, global_batch, seq_len, precision or "bf16", optimizer or "adamw", fix, memory_limit
         )
-        save(out, made.plan, made.program, made.buffers)
+        _write(out, made.plan, loaded, made)
     else:
         if given := [name for name, value in options.items() if value is not None]:
             raise BadInput(f"{', '.join(given)}: a saved plan has its own; give a TARGET to plan anew")
@@ -164,11 +166,11 @@ def generate(
         from autopar.target import compile_again
 
         with _progress() as progress:
-            _, made = compile_again(saved, progress=progress)
+            loaded, made = compile_again(saved, progress=progress)
         same = ("mesh", "zero", "schedule", "stages", "idle_devices")
         if changed := [name for name in same if getattr(made.plan, name) != getattr(saved, name)]:
             raise PlanMismatch(f"{plan} cannot be made again: {', '.join(changed)} would differ; plan anew")
-        save(out, saved, made.program, made.buffers)
+        _write(out, saved, loaded, made)
     print(f"{out}: written; to train: {_launch(made.plan, out / 'program.py')}")
     return DONE
 
@@ -238,8 +240,8 @@ def _compiled(
     optimizer: str,
     fix: str | None,
     memory_limit: float | None,
-) -> Compiled:
-    """Plan a target. All that is wrong with the options is said before anything slow begins."""
+) -> tuple[Target, Compiled]:
+    """Load a target and plan it. All that is wrong with the options is said before anything slow begins."""
     if cluster is None:
         raise BadInput("no --cluster given: a cluster file, or a preset such as 8xh100, 2x8xh100 or cpu:4")
     if memory_limit is not None and not 0 < memory_limit < float("inf"):
@@ -258,7 +260,7 @@ def _compiled(
             loaded = load_target(target, seq_len=seq_len)
             if global_batch is None and target.startswith("hf:"):
                 global_batch = machines.devices
-            return compile_model(
+            made = compile_model(
                 loaded.model,
                 machines,
                 loaded.batch,
@@ -272,6 +274,15 @@ def _compiled(
                 memory_limit_gib=memory_limit,
                 progress=progress,
             )
+    # The compiler knows a cluster by its name; what makes it again is the word that was given here.
+    return loaded, replace(made, plan=replace(made.plan, request=replace(made.plan.request, cluster=cluster)))
+
+
+def _write(out: Path, plan: Plan, target: Target, made: Compiled) -> None:
+    from autopar.weights import full_buffers
+    from autopar.write import write_output
+
+    write_output(out, plan, made.program, full_buffers(target.model) | dict(made.buffers))
 
 
 def parse_fix(text: str | None) -> dict[str, int | str]:

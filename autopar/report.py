@@ -1,26 +1,22 @@
-"""A plan for people: as text on one screen, as a folder with its program, and read back from there."""
+"""A plan for people: as text on one screen, and read back from the file that holds it."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import tempfile
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
 from costmodels.errors import BadInput, PlanMismatch
 from passes.plan import VERSION, Alternative, BlockPlan, Plan, Schedule, Stage, StageMemory, Zero
-
-if TYPE_CHECKING:
-    import torch
 
 WIDTH = 100
 LABEL = 11  # columns
@@ -30,6 +26,7 @@ SHOWN_ALTERNATIVES = 4
 SHOWN_WARNINGS = 4
 SHOWN_COLLECTIVES = 10
 GRID = 8  # rows and columns of ranks before some are left out
+SAID_ABOVE = ("not calibrated", "devices are idle")  # by the line of the cluster
 
 TIMES = {
     "compute": "compute", "tp_comm": "tp", "dp_comm": "dp", "cp_comm": "cp", "ep_comm": "ep", "pp_comm": "pp",
@@ -100,7 +97,7 @@ def _zero(zero: Zero) -> str:
 def _step(plan: Plan) -> list[str]:
     unit = "tokens/s" if plan.workload.seq_len is not None else "samples/s"
     speed = f"{_significant(plan.tokens_per_s_per_device)} {unit} per device"
-    first = f"{_seconds(plan.step_time_s)}   {speed}   MFU {plan.mfu:.2f}"
+    first = f"{_seconds(plan.step_time_s)}   {speed}   MFU {f'{plan.mfu:.2f}' if plan.mfu >= 0.005 else '<0.01'}"
     total = plan.time_s.total
     if total <= 0:
         return [first]
@@ -155,11 +152,10 @@ def _blocks(stages: Sequence[Stage], most: int | None) -> list[str]:
     column = min(30, max((len(name) for name, _ in named), default=0)) + 3
     lines = []
     for name, block in named[:most]:
-        recomputed = {0: "", block.count: ", recomputed"}.get(
-            block.recomputed, f", {block.recomputed} of {block.count} recomputed"
-        )
+        again = f"{block.recomputed} of {block.count} " if block.recomputed < block.count else ""
+        recomputed = f", {again}recomputed" if block.recomputed else ""
         text = f"{name:{column - 3}}   {block.sharding}{recomputed}"
-        lines += _wrapped(text, indent=" " * column, most=2 if most else None)
+        lines += _wrapped(text, indent=" " * column, most=None if most is None else 2 if len(named) <= 4 else 1)
     if most is not None and len(named) > most:
         lines.append(f"and {len(named) - most} more: show with --blocks")
     return lines
@@ -197,8 +193,9 @@ def _difference(plan: Plan, other: Alternative) -> str:
         if other.zero.stage and other.zero.group != other.mesh.dp:
             parts[-1] += f" over {other.zero.group}"
     parts += _schedule_difference(plan.schedule, other.schedule)
-    if other.recompute != plan.fixed()["recompute"]:
-        parts.append({"none": "no recompute", "full": "all recomputed"}.get(other.recompute, other.recompute))
+    layers = sum(block.recomputed for stage in plan.stages for block in stage.blocks)
+    if other.recompute not in (plan.fixed()["recompute"], f"{layers} layers"):
+        parts.append("no recompute" if other.recompute == "none" else f"{other.recompute} recomputed")
     return "  ".join(parts)
 
 
@@ -212,6 +209,7 @@ def _schedule_difference(chosen: Schedule, other: Schedule) -> list[str]:
 
 
 def _warnings(warnings: Sequence[str], most: int | None) -> list[str]:
+    warnings = [one for one in warnings if not any(said in one for said in SAID_ABOVE)]
     lines = [line for text in warnings[:most] for line in _wrapped(text, indent="  ", most=2 if most else None)]
     if most is not None and len(warnings) > most:
         lines.append(f"and {len(warnings) - most} more: show with --blocks")
@@ -344,41 +342,11 @@ def _bytes(value: int) -> str:
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
-PLAN, PROGRAM, BUFFERS = "plan.yaml", "program.py", "buffers.pt"
-
-
-def save(folder: Path, plan: Plan, program: str, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Write plan.yaml, program.py and, where there are any, buffers.pt: the folder appears whole or not at all.
-
-    An earlier output at this place is replaced.
-    """
-    check_output_folder(folder)
-    folder = folder.absolute()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            new, old = Path(scratch, "new"), Path(scratch, "old")
-            new.mkdir()
-            (new / PLAN).write_text(plan.to_yaml(), encoding="utf-8")
-            (new / PROGRAM).write_text(program, encoding="utf-8")
-            if buffers:
-                import torch
-
-                torch.save(dict(buffers), new / BUFFERS)
-            if folder.exists():
-                folder.rename(old)
-            try:
-                new.rename(folder)
-            except OSError:
-                if old.exists():
-                    old.rename(folder)
-                raise
-    except OSError as error:
-        raise BadInput(f"{folder}: cannot be written: {error.strerror}") from None
+PLAN, PROGRAM = "plan.yaml", "program.py"
 
 
 def check_output_folder(folder: Path) -> None:
-    """Raise BadInput where `save` would destroy what autopar has not written."""
+    """Raise BadInput where a folder cannot be written, or holds what autopar has not written: before the long work."""
     if not folder.exists():
         above = next(parent for parent in folder.absolute().parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -387,8 +355,12 @@ def check_output_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise BadInput(f"{folder} is a file: --out names a folder")
     found = {one.name for one in folder.iterdir()}
-    foreign = sorted(found - {PLAN, PROGRAM, BUFFERS, "__pycache__"})
-    if foreign or (found and not {PLAN, PROGRAM} <= found):
+    if not found:
+        return
+    from autopar.write import OURS
+
+    foreign = sorted(found - OURS)
+    if foreign or not {PLAN, PROGRAM} <= found:
         what = f"holds {', '.join(foreign[:3])}" if foreign else f"has no {PLAN} and {PROGRAM}"
         raise BadInput(f"{folder} is not empty and not an output of autopar alone (it {what}): name another folder")
 

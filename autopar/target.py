@@ -71,8 +71,7 @@ def compile_again(
     was = (plan.cluster.device, plan.cluster.nodes, plan.cluster.devices)
     if (cluster.device.name, cluster.nodes, cluster.devices) != was:
         raise PlanMismatch(f"cluster {request.cluster} is no longer the one of the plan: make the plan again")
-    of_config = request.target.startswith("hf:")
-    target = load_target(request.target, seq_len=plan.workload.seq_len if of_config else None)
+    target = load_target(request.target, seq_len=request.seq_len)
     compiled = compile_model(
         target.model,
         cluster,
@@ -81,9 +80,9 @@ def compile_again(
         global_batch=plan.workload.global_batch,
         precision=precision or plan.workload.precision,
         optimizer=plan.workload.optimizer,
-        fix=plan.fixed(),
+        fix=_pinned(plan),
         target=request.target,
-        seq_len=plan.workload.seq_len if of_config else None,
+        seq_len=request.seq_len,
         memory_limit_gib=request.memory_limit_gib,
         progress=progress,
     )
@@ -91,6 +90,14 @@ def compile_again(
     if found != plan.model.fingerprint and precision in (None, plan.workload.precision):
         raise PlanMismatch(f"{request.target} is not the model of the plan any more: make the plan again")
     return target, compiled
+
+
+def _pinned(plan: Plan) -> dict[str, int | str]:
+    """Every choice of a plan, but for the number of layers recomputed where it is some: it follows from the others."""
+    fix = plan.fixed()
+    if any(0 < block.recomputed < block.count for stage in plan.stages for block in stage.blocks):
+        del fix["recompute"]
+    return fix
 
 
 # -- file.py:function -----------------------------------------------------------------------------------------------

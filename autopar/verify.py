@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.report import BUFFERS, PROGRAM, read_plan, save
+from autopar.report import PROGRAM, read_plan
 from costmodels.errors import AutoparError, BadInput
 from passes.plan import Plan
 
@@ -136,7 +136,7 @@ def verify(
         task = _Task(
             program=str(where.resolve()),
             target=plan.request.target,
-            seq_len=plan.workload.seq_len if plan.request.target.startswith("hf:") else None,
+            seq_len=plan.request.seq_len,
             steps=steps,
             optimizer=plan.workload.optimizer,
             timeout_s=timeout_s,
@@ -171,6 +171,8 @@ def _check_that_it_can_run(plan: Plan) -> None:
 def _in_fp32(plan: Plan, folder: Path, scratch: Path) -> Path:
     """The program of the same plan in fp32: two orders of the same sum agree in bf16 to two digits only."""
     from autopar.target import compile_again
+    from autopar.weights import full_buffers
+    from autopar.write import write_output
 
     _, own = compile_again(plan)
     if own.program != (folder / PROGRAM).read_text(encoding="utf-8"):
@@ -178,8 +180,8 @@ def _in_fp32(plan: Plan, folder: Path, scratch: Path) -> Path:
             f"{folder / PROGRAM} computes in {plan.workload.precision} and has been edited: verify compares fp32 "
             "programs, and would have to generate this one again; plan with --precision fp32"
         )
-    _, made = compile_again(plan, precision="fp32")
-    save(scratch / "fp32", made.plan, made.program, made.buffers)
+    target, made = compile_again(plan, precision="fp32")
+    write_output(scratch / "fp32", made.plan, made.program, full_buffers(target.model) | dict(made.buffers))
     return scratch / "fp32"
 
 
@@ -274,20 +276,13 @@ def _compare(task: _Task, rank: int, scratch: Path) -> None:
 
     program = _program(Path(task.program))
     trainer = Trainer(program, _optimizer(task.optimizer), "cpu")
-    buffers = Path(task.program) / BUFFERS
-    values: dict[str, Tensor] = torch.load(buffers, mmap=True, weights_only=True) if buffers.exists() else {}
-    trainer.load_buffers(values)
+    buffers = Path(task.program) / "buffers.pt"
+    if buffers.exists():
+        trainer.load_buffers(torch.load(buffers, mmap=True, weights_only=True))
     if plain is not None:
-        plain.load_buffers(values)
-        if plain.has_weights:
-            torch.save(plain.model.state_dict(), scratch / "weights.pt")
+        torch.save(plain.model.state_dict(), scratch / "weights.pt")
     dist.barrier()
-    if (scratch / "weights.pt").exists():
-        trainer.load_state_dict(torch.load(scratch / "weights.pt", mmap=True, weights_only=True))
-    initial = trainer.state_dict()
-    if plain is not None and not plain.has_weights:
-        assert initial is not None, "rank 0 has the whole weights"
-        plain.model.load_state_dict(initial)
+    trainer.load_state_dict(torch.load(scratch / "weights.pt", mmap=True, weights_only=True))
 
     steps = []
     missing: set[str] = set()
@@ -359,28 +354,26 @@ class _Plain:
     """The model as the user wrote it, trained on this process alone."""
 
     target: Target
-    has_weights: bool  # of its own: a model on meta is given those of the program
     optimizer: torch.optim.Optimizer
 
     @classmethod
     def of(cls, task: _Task) -> _Plain:
         from autopar.target import load_target
+        from autopar.weights import full_buffers, full_weights
 
         target = load_target(task.target, seq_len=task.seq_len)
-        has_weights = not any(p.is_meta for p in target.model.parameters())
-        _materialise(target.model)
-        return cls(
-            target, has_weights, _optimizer(task.optimizer)(p for p in target.model.parameters() if p.requires_grad)
-        )
+        model = target.model
+        weights, buffers = full_weights(model), full_buffers(model)
+        materialise(model)
+        model.load_state_dict(weights)
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        return cls(target, _optimizer(task.optimizer)(p for p in model.parameters() if p.requires_grad))
 
     @property
     def model(self) -> nn.Module:
         return self.target.model
-
-    def load_buffers(self, values: Mapping[str, Tensor]) -> None:
-        for name, buffer in self.model.named_buffers():
-            if name in values:
-                buffer.copy_(values[name])
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of one optimizer step on the whole batch."""
@@ -412,7 +405,7 @@ class _Plain:
         return lost | (self.weights().keys() - weights.keys())
 
 
-def _materialise(model: nn.Module) -> None:
+def materialise(model: nn.Module) -> None:
     """Give what is on the meta device memory (zeros), and compute in fp32; ties stay."""
     import torch
 
@@ -431,15 +424,21 @@ def _materialise(model: nn.Module) -> None:
 
 def _in_the_users_form(example: Any, batch: Mapping[str, Tensor]) -> Any:
     """The program's batch as the user's model takes it: the same keys, or the same positions."""
-    import torch
+    from passes.capture import batch_leaves
 
-    if isinstance(example, torch.Tensor):
-        return next(iter(batch.values()))
+    rows = next(iter(batch.values())).shape[0]
+
+    def own(key: str | int, value: Any) -> Any:
+        name = key if isinstance(key, str) and key.isidentifier() else f"input_{key}"
+        if name in batch:
+            return batch[name]
+        # what the program does not read stays as in the example, for as many rows
+        return value[[i % value.shape[0] for i in range(rows)]] if hasattr(value, "shape") and value.dim() else value
+
+    leaves = {key: own(key, value) for key, value in batch_leaves(example).items()}
     if isinstance(example, Mapping):
-        # what the program does not read stays as in the example
-        return {key: batch.get(str(key), value) for key, value in example.items()}
-    values = iter(batch.values())
-    return tuple(next(values, one) if isinstance(one, torch.Tensor) else one for one in example)
+        return leaves
+    return tuple(leaves.values()) if isinstance(example, tuple | list) else leaves[0]
 
 
 def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Difference:

@@ -360,11 +360,12 @@ def _declared(parameter: Parameter, placement: Placement, ranks: int, axis: str,
     return line
 
 
-def _declarations(region: LocalRegion, lowered: Lowered, frozen: frozenset[str], prefix: str = "") -> list[str]:
+def _declarations(region: LocalRegion, lowered: Lowered, emission: Emission, prefix: str = "") -> list[str]:
     axis = lowered.sharding.axis
     return [
-        _declared(p, placement, axis.ranks, axis.name, not p.buffer and f"{prefix}{p.name}" in frozen)
+        _declared(p, placement, axis.ranks, axis.name, not p.buffer and f"{prefix}{p.name}" in emission.frozen)
         for p, placement in region.parameters
+        if p not in emission.unread
     ]
 
 
@@ -383,7 +384,7 @@ def _block_class(block: Block, region: LocalRegion, lowered: Lowered, emission: 
     body.write()
     returned = ", ".join(body.value(name).source for name in region.outputs)
     where = block.paths[0] if len(block.paths) == 1 else f"{block.paths[0]} to {block.paths[-1].rpartition('.')[2]}"
-    init = ["super().__init__()", *_declarations(region, lowered, emission.frozen, f"{block.paths[0]}.")]
+    init = ["super().__init__()", *_declarations(region, lowered, emission, f"{block.paths[0]}.")]
     members = [_method("__init__", [], init), _method("forward", arguments, [*shapes, *body.lines, f"return {returned}"])]
     doc = f'"""{where}"""'
     return f"class {block.name}(ShardedModule):\n" + indent(doc + "\n\n" + "\n\n".join(members), "    ")
@@ -398,14 +399,12 @@ def _shape_note(region: LocalRegion, name: str, argument: str, lowered: Lowered)
 
 def _model_class(lowered: Lowered, emission: Emission) -> str:
     program = lowered.program
-    init = ["super().__init__()", *_declarations(lowered.root, lowered, emission.frozen)]
     axis = lowered.sharding.axis
+    init = ["super().__init__()", *_declarations(lowered.root, lowered, emission), *_containers(lowered)]
+    # what the loss never reads may belong to a layer, so it comes after them
     init += [_declared(p, I, axis.ranks, axis.name, not p.buffer) for p in emission.unread]
-    init += [line for line in _containers(lowered)]
-    for _, parameter in (*program.all_parameters(), *((p.name, p) for p in emission.unread)):
-        own = parameter.names[0]
-        if any(p is parameter for p in (*program.parameters, *emission.unread)):
-            init += [f'self.alias("{other}", "{own}")' for other in parameter.names[1:]]
+    for parameter in program.parameters:
+        init += [f'self.alias("{other}", "{parameter.name}")' for other in parameter.names[1:]]
     for block in program.blocks:
         for path in block.paths:
             for parameter in block.parameters:

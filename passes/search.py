@@ -198,6 +198,8 @@ def pairs(problem: Problem) -> list[Pair]:
         if problem.separable and not dp_fixed:
             choices = [1]
         for dp in choices:
+            if tp * dp > devices:
+                continue
             rows = batch // dp
             for microbatch in divisors(rows):
                 count = rows // microbatch

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from autopar.report import check_output_folder, read_plan, render, save
+from autopar.report import check_output_folder, read_plan, render
 from costmodels.errors import BadInput, PlanMismatch
 from passes.plan import (
     Alternative,
@@ -106,8 +105,9 @@ def mlp_plan() -> Plan:
         memory=(memory(0, 0.0001, 0.0001, 0, 0.00002, 0, 0, 0, limit_gib=60),),
         solver=SolverReport("SCIP", "feasible", 0.00074, 0.0007, 0.048, 0.21, 9, 2, 7),
         alternatives=(),
-        warnings=("tokens_per_s_per_device counts samples: the batch has no sequence", "1 of 4 devices is idle"),
+        warnings=("the batch has no sequence: tokens_per_s_per_device counts samples", "1 of 4 devices are idle"),
         collectives=(),
+        request=Request("model.py:mlp", "cpu:4", 12, None, "fp32", "sgd", {}, None),
     )
 
 
@@ -195,21 +195,19 @@ def test_what_is_no_plan_is_named(text: str, said: str, tmp_path: Path) -> None:
         read_plan(file)
 
 
-def test_saved_folder_replaces_an_earlier_output(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    save(out, sample_plan(), "old = 1\n", {"inv_freq": torch.ones(2)})
-    assert sorted(one.name for one in out.iterdir()) == ["buffers.pt", "plan.yaml", "program.py"]
-    save(out, sample_plan(), "new = 1\n", {})
-    assert sorted(one.name for one in out.iterdir()) == ["plan.yaml", "program.py"]
-    assert (out / "program.py").read_text() == "new = 1\n"
-    assert [one.name for one in out.parent.iterdir()] == ["out"]
-
-
 def test_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(BadInput, match=r"holds thesis\.tex"):
-        save(tmp_path, sample_plan(), "", {})
-    assert [one.name for one in tmp_path.iterdir()] == ["thesis.tex"]
+        check_output_folder(tmp_path)
+
+
+def test_folder_with_half_an_output_is_left_alone_and_a_whole_one_is_not(tmp_path: Path) -> None:
+    check_output_folder(tmp_path)
+    (tmp_path / "program.py").touch()
+    with pytest.raises(BadInput, match=r"has no plan\.yaml and program\.py"):
+        check_output_folder(tmp_path)
+    (tmp_path / "plan.yaml").touch()
+    check_output_folder(tmp_path)
 
 
 def test_file_where_a_folder_is_wanted_is_refused(tmp_path: Path) -> None:
@@ -218,16 +216,3 @@ def test_file_where_a_folder_is_wanted_is_refused(tmp_path: Path) -> None:
         check_output_folder(tmp_path / "out")
     with pytest.raises(BadInput, match="not a folder that you may write to"):
         check_output_folder(tmp_path / "out" / "below")
-
-
-def test_failing_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    save(tmp_path / "out", sample_plan(), "old = 1\n", {})
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(BadInput, match="No space left"):
-        save(tmp_path / "out", sample_plan(), "new = 1\n", {})
-    monkeypatch.undo()
-    assert [one.name for one in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / "program.py").read_text() == "old = 1\n"

@@ -468,6 +468,7 @@ CASES: tuple[tuple[str, tuple[Any, ...], dict[str, Any], str], ...] = (
     ("new_ones.default", (randn(3), [4, 6]), {}, "dim 0, dim 1"),
     ("new_zeros.default", (ids(3, 4), [4, 1]), {}, "dim 0"),
     ("arange.default", (6,), {}, ""),
+    ("arange.start", (2, 6), {}, ""),
     ("eye.m", (4, 6), {}, ""),
     # element by element, beyond those that the schemas make below
     ("where.self", (ids(2, 3, 4).to(torch.bool), randn(4), randn(3, 1)), {}, "dim 0, dim 1, partial"),

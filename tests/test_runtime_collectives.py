@@ -57,10 +57,10 @@ def every_resharding(shape, dim, blocks):
     s = S(dim, blocks)
     check(lambda x: runtime.all_gather(x, dim, size=size, **on), s, R, shape)
     check(lambda x: runtime.all_gather(x, dim, size=size, backward="slice", **on), s, I, shape)
-    check(lambda x: runtime.reduce_scatter(x, dim, **on), P, s, shape)
+    check(lambda x: runtime.reduce_scatter(x, dim, size=size, **on), P, s, shape)
     check(lambda x: runtime.all_reduce(x, "tp"), P, R, shape)
     check(lambda x: runtime.all_reduce(x, "tp", backward="identity"), P, I, shape)
-    check(lambda x: runtime.shard(x, dim, **on), R, s, shape)
+    check(lambda x: runtime.shard(x, dim, size=size, **on), R, s, shape)
     check(lambda x: runtime.shard(x, dim, backward="all_gather", **on), I, s, shape)
 
 
@@ -132,7 +132,8 @@ def all_to_all_cases():
                 "tp",
                 gather_blocks=source.blocks,
                 scatter_blocks=target.blocks,
-                size=shape[source.dim],
+                gather_size=shape[source.dim],
+                scatter_size=shape[target.dim],
             ),
             source,
             target,

@@ -110,14 +110,9 @@ def describe():
 
 def test_a_module_has_the_users_names_and_local_shapes(gloo):
     names, qkv, bias, tied = gloo.run(2, describe)[0]
-    assert sorted(names) == [
-        "buffer.weight",
-        *(
-            f"{block}.{name}"
-            for block in ("blocks.0", "blocks.1", "stack.inner.2", "stack.inner.5")
-            for name in ("attn.mask", "attn.qkv.weight", "net.0.bias")
-        ),
-    ]
+    blocks = ("blocks.0", "blocks.1", "stack.inner.2", "stack.inner.5")
+    tensors = ("attn.qkv.weight", "attn.mask", "net.0.bias")
+    assert sorted(names) == sorted(["buffer.weight", *(f"{block}.{name}" for block in blocks for name in tensors)])
     assert qkv == Layout((12, 4), S(0, 3)) and bias == Layout((4,), R)
     assert tied == "blocks.1.attn.qkv.weight"
 
@@ -296,6 +291,28 @@ def test_a_world_of_another_size_ends_with_code_2_and_one_sentence(gloo):
     assert answers[0][2].count("\n") == 1 and answers[1][2] == ""
 
 
-def test_a_missing_file_ends_with_code_2(gloo):
-    code, _, complaint = gloo.run(1, command_line, noisy(1, 1), ["--weights", "nowhere.pt"])[0]
-    assert code == 2 and "nowhere.pt" in complaint
+def test_files_that_do_not_fit_end_with_code_2_and_one_sentence(gloo, tmp_path):
+    (tmp_path / "text.pt").write_text("no tensors")
+    torch.save({"h.0.w": torch.zeros(64)}, tmp_path / "other.pt")
+    torch.save([(torch.zeros(3, 64),)], tmp_path / "rows.pt")
+    for argument, file, says in (
+        ("--weights", "nowhere.pt", "No such file"),
+        ("--weights", "text.pt", "does not hold tensors"),
+        ("--weights", "other.pt", "h.0.w is unexpected"),
+        ("--data", "rows.pt", "x of the global batch has shape [3, 64], but the program is for [4, 64]"),
+    ):
+        code, _, complaint = gloo.run(1, command_line, noisy(1, 1), [argument, str(tmp_path / file)])[0]
+        assert code == 2 and says in complaint and "Traceback" not in complaint
+
+
+def test_a_program_without_its_buffers_ends_with_code_2(gloo):
+    program = Program(Shifted, {"dp": 1}, 4, (Input("x", (64,)),))
+    code, _, complaint = gloo.run(1, command_line, program, [])[0]
+    assert code == 2 and "buffers.pt is to hold the buffers shift" in complaint
+
+
+class Shifted(ShardedModule):
+    def __init__(self):
+        super().__init__()
+        self.parameter("w", 3)
+        self.buffer("shift", 3, persistent=False)

@@ -86,8 +86,8 @@ INPUTS = (Input("ids", (SEQ,), "int64", high=VOCAB), Input("labels", (SEQ,), "in
 BUFFERS = {"offset": torch.linspace(-1, 1, HIDDEN), "table": torch.arange(2.0 * VOCAB).view(VOCAB, 2)}
 
 
-def program(model=Model, dp=2, tp=2, **more):
-    return Program(model=model, mesh={"dp": dp, "tp": tp}, rows=ROWS, inputs=INPUTS, **more)
+def program(model=Model, dp=2, tp=2, cp=1, **more):
+    return Program(model=model, mesh={"dp": dp, "cp": cp, "tp": tp}, rows=ROWS, inputs=INPUTS, **more)
 
 
 def adamw(parameters):
@@ -394,7 +394,7 @@ def test_a_batch_of_another_shape_is_refused(gloo):
 
 
 def other_world():
-    with pytest.raises(ValueError, match=r"for 4 processes \(dp 2, tp 2\), but 2 were started"):
+    with pytest.raises(ValueError, match=r"for 4 processes \(dp 2, cp 1, tp 2\), but 2 were started"):
         Trainer(program(), device="cpu")
 
 
@@ -410,6 +410,7 @@ def test_a_world_of_another_size_is_refused(gloo):
         (dict(microbatches=7), "12 rows are fewer than 2 ranks x 7 microbatches"),
         (dict(precision="fp8"), "precision is 'fp8'"),
         (dict(loss=R), "the loss is placed R"),
+        (dict(tp=1, cp=2), "the mesh has cp"),
         (dict(optimizer="lion"), "optimizer is 'lion'"),
     ],
 )

@@ -12,9 +12,9 @@
     R -> I           replicate(x, axis, backward="first_rank")     -                first rank's counts
     S(e) -> S(d)     all_to_all(x, e, d, axis)                     all-to-all       all-to-all
 
-`blocks=k` makes a dim S(d, k). Slices follow `torch.chunk`; where the ranks' sizes differ, say the whole `size` of
-the dim that is put together. An axis of one rank leaves the tensor as it is. In the shapes below n is the size of
-the axis.
+`blocks=k` makes a dim S(d, k). Slices follow `torch.chunk`; where the ranks' sizes differ, `size` says that of the
+whole dim (it must where the dim is put together, it may where it is cut). An axis of one rank leaves the tensor as
+it is. In the shapes below n is the size of the axis.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def all_gather(
     return whole
 
 
-def reduce_scatter(x: Tensor, dim: int, axis: str, *, blocks: int = 1) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, axis: str, *, blocks: int = 1, size: int | None = None) -> Tensor:
     """This rank's slice of the sum over ranks: [.., size, ..] -> [.., size / n, ..]. P -> S."""
     on = named_axis(axis)
+    _expect(x, dim, size)
     if on.size == 1:
         return x
     part: Tensor = _ReduceScatter.apply(x, dim % x.ndim, on, blocks)  # type: ignore[no-untyped-call]
@@ -76,10 +77,19 @@ def all_reduce(x: Tensor, axis: str, backward: Literal["all_reduce", "identity"]
     return total
 
 
-def shard(x: Tensor, dim: int, axis: str, backward: Literal["pad", "all_gather"] = "pad", *, blocks: int = 1) -> Tensor:
+def shard(
+    x: Tensor,
+    dim: int,
+    axis: str,
+    backward: Literal["pad", "all_gather"] = "pad",
+    *,
+    blocks: int = 1,
+    size: int | None = None,
+) -> Tensor:
     """This rank's slice of a whole tensor: [.., size, ..] -> [.., size / n, ..]. R -> S; "all_gather": I -> S."""
     on = named_axis(axis)
     _known(backward, "pad", "all_gather")
+    _expect(x, dim, size)
     if on.size == 1:
         return x
     part: Tensor = _Shard.apply(x, dim % x.ndim, on, backward == "all_gather", blocks)  # type: ignore[no-untyped-call]
@@ -87,7 +97,7 @@ def shard(x: Tensor, dim: int, axis: str, backward: Literal["pad", "all_gather"]
 
 
 def replicate(x: Tensor, axis: str, backward: Literal["all_reduce", "first_rank"] = "all_reduce") -> Tensor:
-    """The same tensor for consumers that differ by rank. I -> R; "first_rank": R -> I, one rank's gradient counts."""
+    """A view of the tensor whose gradient is summed over ranks (I -> R), or the first one's ("first_rank", R -> I)."""
     on = named_axis(axis)
     _known(backward, "all_reduce", "first_rank")
     if on.size == 1:
@@ -104,9 +114,10 @@ def all_to_all(
     *,
     gather_blocks: int = 1,
     scatter_blocks: int = 1,
-    size: int | None = None,
+    gather_size: int | None = None,
+    scatter_size: int | None = None,
 ) -> Tensor:
-    """S(gather_dim) -> S(scatter_dim): [.., g / n, .., s, ..] -> [.., g, .., s / n, ..]; `size` is g.
+    """[.., gather_size / n, .., scatter_size, ..] -> [.., gather_size, .., scatter_size / n, ..]. S -> S.
 
     With one dim for both it is laid out in other blocks: S(d, gather_blocks) -> S(d, scatter_blocks).
     """
@@ -114,8 +125,9 @@ def all_to_all(
     gather_dim, scatter_dim = gather_dim % x.ndim, scatter_dim % x.ndim
     if on.size == 1 or (gather_dim, gather_blocks) == (scatter_dim, scatter_blocks):
         return x
-    if size is None:
-        size = x.shape[gather_dim] * on.size
+    size = x.shape[gather_dim] * on.size if gather_size is None else gather_size
+    if gather_dim != scatter_dim:
+        _expect(x, scatter_dim, scatter_size)
     moved: Tensor = _AllToAll.apply(x, S(gather_dim, gather_blocks), S(scatter_dim, scatter_blocks), on, size)  # type: ignore[no-untyped-call]
     return moved
 
@@ -172,6 +184,10 @@ def bias_on_one_rank(bias: Tensor, axis: str) -> Tensor:
 def _known(value: str, *choices: str) -> None:
     if value not in choices:
         raise ValueError(f"{value!r} is none of {', '.join(choices)}")
+
+
+def _expect(x: Tensor, dim: int, size: int | None) -> None:
+    assert size is None or x.shape[dim] == size, f"dim {dim} of {list(x.shape)} is not {size}"
 
 
 # What travels, without a gradient. A tensor is seen as [lead, block, rest]: `lead` counts what stands before the dim
@@ -256,14 +272,19 @@ def _exchanged(x: Tensor, source: S, target: S, on: Axis, size: int) -> Tensor:
     )
 
     # [.., blocks * cut, ..] -> a slice of every block for each rank, one after the other
-    blocks = x.reshape(_cut(x.shape, target.dim, target.blocks))
-    out = [blocks.narrow(target.dim + 1, *chunk(cut, on.size, rank)).reshape(-1) for rank in range(on.size)]
+    cuts = x.reshape(_cut(x.shape, target.dim, target.blocks))
+    slices = [cuts.narrow(target.dim + 1, *chunk(cut, on.size, rank)) for rank in range(on.size)]
+    sent = [part.numel() for part in slices]
+    packed = x.new_empty(x.numel())
+    for space, part in zip(packed.split(sent), slices, strict=True):
+        space.view(part.shape).copy_(part)
+
     whole = moved.view(_cut(moved.shape, source.dim, source.blocks))
     shapes = [_with(whole.shape, source.dim + 1, chunk(block, on.size, rank)[1]) for rank in range(on.size)]
-    sizes = [math.prod(shape) for shape in shapes]
-    arrived = x.new_empty(sum(sizes))
-    dist.all_to_all_single(arrived, torch.cat(out), sizes, [part.numel() for part in out], group=on.group)
-    parts = [part.view(shape) for part, shape in zip(arrived.split(sizes), shapes, strict=True)]
+    received = [math.prod(shape) for shape in shapes]
+    arrived = x.new_empty(moved.numel())
+    dist.all_to_all_single(arrived, packed, received, sent, group=on.group)
+    parts = [part.view(shape) for part, shape in zip(arrived.split(received), shapes, strict=True)]
     torch.cat(parts, source.dim + 1, out=whole)
     return moved
 

@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from autopar.runtime import mesh
-from autopar.runtime.program import Program
-from autopar.runtime.trainer import Batch, Trainer
+from autopar.runtime.program import Batch, Program
+from autopar.runtime.trainer import Trainer
 
 BUFFERS = "buffers.pt"  # beside the program: what it needs besides parameters
 
@@ -60,19 +62,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _load(trainer: Trainer, options: argparse.Namespace, buffers: Path) -> None:
     if buffers.exists():
-        trainer.load_buffers(torch.load(buffers, mmap=True, weights_only=True))
+        trainer.load_buffers(_read(buffers))
     if options.weights is not None:
-        trainer.load_state_dict(torch.load(options.weights, mmap=True, weights_only=True))
+        trainer.load_state_dict(_read(options.weights))
+    if trainer.missing_buffers:
+        raise ValueError(f"{buffers} is to hold the buffers {', '.join(trainer.missing_buffers)}")
 
 
 def _batches(program: Program, options: argparse.Namespace) -> Callable[[int], Batch]:
     """The batch of each step."""
     if options.data is None:
         return lambda step: program.random_batch(options.seed, step)
-    batches: list[Batch] = torch.load(options.data, mmap=True, weights_only=True)
+    batches: list[Batch] = _read(options.data)
     if not batches:
         raise ValueError(f"{options.data} holds no batch")
+    for batch in batches:
+        program.ordered(batch)
     return lambda step: batches[step % len(batches)]
+
+
+def _read(file: Path) -> Any:
+    """What torch.save wrote, its tensors left on disk until they are read."""
+    try:
+        return torch.load(file, mmap=True, weights_only=True)
+    except (RuntimeError, UnpicklingError) as error:
+        raise ValueError(f"{file} does not hold tensors as torch.save writes them: {error}") from error
 
 
 def _peak_gib() -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.runtime.layout import I, P, Placement
 from autopar.runtime.module import ShardedModule, derived_seed
 
+Batch = Mapping[str, Tensor] | Sequence[Tensor]
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -25,8 +26,8 @@ class Input:
     name: str
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
-    low: int = 0
-    high: int = 2
+    low: float = 0
+    high: float = 2
     rows: bool = True
 
     def random(self, rows: int, seed: int) -> Tensor:
@@ -36,7 +37,7 @@ class Input:
         dtype: torch.dtype = getattr(torch, self.dtype)
         if dtype.is_floating_point:
             return torch.randn(shape, generator=generator).to(dtype)
-        return torch.randint(self.low, self.high, shape, generator=generator).to(dtype)
+        return torch.randint(int(self.low), int(self.high), shape, generator=generator).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Program:
     """A parallel training program.
 
     `mesh` names its axes, outermost first; batches are cut along "dp", parameters along "tp". `rows` are those of
-    the global batch. `zero` is the ZeRO stage, over groups of `zero_group` neighbours on dp. `loss` is its placement
-    over tp: I (the same on all) or P (to be summed).
+    the global batch. `zero` is the ZeRO stage, over groups of `zero_group` neighbours on dp (of 1: nothing is
+    sharded). `loss` is its placement over tp: I (the same on all) or P (to be summed).
     """
 
     model: Callable[[], ShardedModule]
@@ -69,6 +70,8 @@ class Program:
             faults.append(f"optimizer is {self.optimizer!r}, not one of {', '.join(OPTIMIZERS)}")
         if self.loss not in (I, P):
             faults.append(f"the loss is placed {self.loss!r}, not I or P")
+        if unknown := [name for name, size in self.mesh.items() if name not in ("dp", "tp") and size > 1]:
+            faults.append(f"the mesh has {', '.join(unknown)}: the trainer knows dp and tp")
         if self.dp % self.zero_group:
             faults.append(f"zero_group {self.zero_group} does not divide the {self.dp} data-parallel ranks")
         if self.rows < self.dp * self.microbatches:
@@ -84,6 +87,32 @@ class Program:
     def own_rows(self, rank: int) -> tuple[int, int]:
         """The first row and the number of rows of a data-parallel rank, of the global batch."""
         return balanced(self.rows, self.dp, rank)
+
+    def ordered(self, batch: Batch, rank: int | None = None) -> list[Tensor]:
+        """The tensors of a batch in the order of the inputs: of the global batch, or of a rank's own rows.
+
+        Raises ValueError where one is missing or of another shape.
+        """
+        if isinstance(batch, Mapping):
+            if missing := [one.name for one in self.inputs if one.name not in batch]:
+                raise ValueError(f"the batch has no {', '.join(missing)}, only {', '.join(map(str, batch))}")
+            tensors = [batch[one.name] for one in self.inputs]
+        else:
+            tensors = list(batch)
+            if len(tensors) != len(self.inputs):
+                names = ", ".join(one.name for one in self.inputs)
+                raise ValueError(
+                    f"the batch has {len(tensors)} tensors, but the program reads {len(self.inputs)}: {names}"
+                )
+        rows = self.rows if rank is None else self.own_rows(rank)[1]
+        whose = "the global batch" if rank is None else f"rank {rank} of {self.dp} of a sharded batch"
+        for one, tensor in zip(self.inputs, tensors, strict=True):
+            shape = [rows, *one.shape] if one.rows else [*one.shape]
+            if list(tensor.shape) != shape:
+                raise ValueError(
+                    f"{one.name} of {whose} has shape {list(tensor.shape)}, but the program is for {shape}"
+                )
+        return tensors
 
     def random_batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """A random global batch: the same on every rank, a function of seed and step."""

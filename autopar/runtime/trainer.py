@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -13,10 +13,8 @@ from autopar.runtime import gradients, mesh
 from autopar.runtime.engine import engine
 from autopar.runtime.layout import P, R
 from autopar.runtime.module import Randomness, ShardedModule, name_modules, randomness
-from autopar.runtime.program import OPTIMIZERS, Input, Optimizer, Program, balanced
+from autopar.runtime.program import OPTIMIZERS, Batch, Optimizer, Program, balanced
 from autopar.runtime.weights import draw, gather, scatter
-
-Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class Trainer:
@@ -120,15 +118,7 @@ class Trainer:
         """This rank's rows of every input, a tuple per microbatch."""
         program = self.program
         first, rows = program.own_rows(self._dp.rank)
-        tensors = _in_order(batch, program.inputs)
-        expected = rows if sharded else program.rows
-        for one, tensor in zip(program.inputs, tensors, strict=True):
-            shape = (expected, *one.shape) if one.rows else one.shape
-            if tuple(tensor.shape) != shape:
-                whose = f"rank {self._dp.rank} of {program.dp} of a sharded" if sharded else "the global"
-                raise ValueError(
-                    f"{one.name} of {whose} batch has shape {list(tensor.shape)}, but the program is for {list(shape)}"
-                )
+        tensors = program.ordered(batch, self._dp.rank if sharded else None)
         parts: list[list[Tensor]] = [[] for _ in range(program.microbatches)]
         for one, tensor in zip(program.inputs, tensors, strict=True):
             if one.rows and not sharded:
@@ -201,6 +191,11 @@ class Trainer:
             raise ValueError(f"these buffers do not fit the program: {'; '.join(faults)}")
         self._missing_buffers -= set(known)
 
+    @property
+    def missing_buffers(self) -> list[str]:
+        """Buffers that nobody has loaded yet; nothing runs before they are."""
+        return sorted(self._missing_buffers)
+
     def state_dict(self) -> dict[str, Tensor] | None:
         """Whole CPU tensors under the user's own names, tied names included, on rank 0; None elsewhere. Collective."""
         self._prepare_parameters()
@@ -229,17 +224,4 @@ class Trainer:
     def _prepare(self) -> None:
         self._prepare_parameters()
         if self._missing_buffers:
-            raise RuntimeError(f"buffers were never loaded: {', '.join(sorted(self._missing_buffers))}")
-
-
-def _in_order(batch: Batch, inputs: Sequence[Input]) -> list[Tensor]:
-    """The tensors of a batch in the order of the inputs."""
-    if isinstance(batch, Mapping):
-        missing = [one.name for one in inputs if one.name not in batch]
-        if missing:
-            raise ValueError(f"the batch has no {', '.join(missing)}, only {', '.join(map(str, batch))}")
-        return [batch[one.name] for one in inputs]
-    if len(batch) != len(inputs):
-        names = ", ".join(one.name for one in inputs)
-        raise ValueError(f"the batch has {len(batch)} tensors, but the program reads {len(inputs)}: {names}")
-    return list(batch)
+            raise RuntimeError(f"buffers were never loaded: {', '.join(self.missing_buffers)}")

@@ -1,0 +1,328 @@
+"""The command line: what each command does, and what is said, and left behind, when it cannot."""
+
+import ast
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from autopar.cli import main, parse_fix
+from autopar.report import render
+from costmodels.errors import AutoparError, BadInput, CaptureError, NoPlanFits
+from passes.plan import FIX_KEYS, Plan
+from test_report import mlp_plan
+
+ROOT = Path(__file__).parent.parent
+TARGET = """
+import torch
+def mlp():
+    print("a word of the user's")
+    return torch.nn.Linear(24, 8), {"x": torch.ones(12, 24), "y": torch.ones(12, 8)}, lambda out, batch: out.sum()
+def nothing():
+    return None
+"""
+
+
+@dataclass
+class Compiler:
+    """Stands in for the compiler: gives one plan, and keeps what it was asked for."""
+
+    plan: Plan = field(default_factory=mlp_plan)
+    error: Exception | None = None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    def compile_model(self, model: Any, cluster: Any, batch: Any, loss_fn: Any = None, **options: Any) -> Any:
+        self.asked.append({"cluster": cluster, **options})
+        if self.error is not None:
+            raise self.error
+        return self
+
+    program = "print('program')\n"
+    buffers: Any = field(default_factory=dict)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    module = ModuleType("passes.pipeline")
+    module.compile_model = made.compile_model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "passes.pipeline", module)
+    return made
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A target in a folder of its own, which is the current one."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    Path("model.py").write_text(TARGET)
+    return "model.py:mlp"
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def running(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return running
+
+
+def files() -> list[str]:
+    return sorted(one.name for one in Path().iterdir() if one.name != "__pycache__")
+
+
+# plan
+
+
+def test_plan_prints_the_plan(run: Run, compiler: Compiler, target: str) -> None:
+    assert run("plan", target, "--cluster", "cpu:4") == (0, render(compiler.plan), "a word of the user's\n")
+
+
+def test_plan_passes_every_option_on(run: Run, compiler: Compiler, target: str) -> None:
+    options = "--global-batch 24 --precision fp32 --optimizer sgd --fix dp=2,zero=0,recompute=none --memory-limit 1.5"
+    code, _, _ = run("plan", target, "--cluster", "cpu:4", *options.split())
+    asked = compiler.asked[0]
+    assert code == 0 and asked.pop("cluster").name == "cpu:4" and callable(asked.pop("progress"))
+    assert asked == {
+        "global_batch": 24, "precision": "fp32", "optimizer": "sgd", "fix": {"dp": 2, "zero": 0, "recompute": "none"},
+        "target": target, "seq_len": None, "memory_limit_gib": 1.5,
+    }  # fmt: skip
+
+
+def test_json_holds_every_key_that_scripts_rely_on(run: Run, compiler: Compiler, target: str) -> None:
+    assert run("plan", target, "--cluster", "cpu:4", "--json", "plan.json")[0] == 0
+    plan = json.loads(Path("plan.json").read_text())
+    assert {
+        "autopar",
+        "status",
+        "stages",
+        "step_time_s",
+        "tokens_per_s_per_device",
+        "mfu",
+        "alternatives",
+        "warnings",
+    } <= (plan.keys())
+    assert plan["model"].keys() >= {"name", "parameters", "trainable_parameters"}
+    assert plan["cluster"].keys() >= {"name", "devices", "nodes", "device"}
+    assert plan["workload"].keys() >= {"global_batch", "seq_len", "precision", "optimizer"}
+    assert plan["mesh"].keys() == {"pp", "dp", "cp", "ep", "tp"}
+    assert plan["zero"].keys() >= {"stage", "group"}
+    assert plan["schedule"].keys() >= {"name", "microbatch", "microbatches", "virtual_stages"}
+    assert plan["time_s"].keys() >= {
+        "compute", "tp_comm", "dp_comm", "cp_comm", "ep_comm", "pp_comm", "bubble", "recompute", "optimizer"
+    }  # fmt: skip
+    assert plan["memory"][0].keys() >= {
+        "stage", "peak_bytes", "limit_bytes", "parameters", "gradients", "optimizer", "activations", "logits",
+        "buffers", "reserved_overhead",
+    }  # fmt: skip
+    assert plan["solver"].keys() >= {
+        "name", "status", "objective_s", "bound_s", "gap", "seconds", "enumerated", "pruned", "solved"
+    }  # fmt: skip
+
+
+def test_json_on_stdout_is_all_of_stdout(run: Run, compiler: Compiler, target: str) -> None:
+    code, out, _ = run("plan", target, "--cluster", "cpu:4", "--json", "-")
+    assert code == 0 and json.loads(out) == json.loads(compiler.plan.to_json())
+
+
+def test_out_holds_plan_program_and_buffers(run: Run, compiler: Compiler, target: str) -> None:
+    compiler.buffers = {"inv_freq": torch.ones(2)}
+    code, out, _ = run("plan", target, "--cluster", "cpu:4", "--out", "out")
+    assert code == 0 and "torchrun --nproc-per-node 3 out/program.py" in out
+    assert sorted(one.name for one in Path("out").iterdir()) == ["buffers.pt", "plan.yaml", "program.py"]
+    assert Path("out/program.py").read_text() == compiler.program
+    assert yaml.safe_load(Path("out/plan.yaml").read_text())["autopar"] == "0.1.0"
+
+
+def test_config_without_a_global_batch_gets_a_row_per_device(run: Run, compiler: Compiler, target: str) -> None:
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
+    Path("config.json").write_text(json.dumps(config))
+    assert run("plan", "hf:config.json", "--cluster", "cpu:4", "--seq-len", "4")[0] == 0
+    assert compiler.asked[0]["global_batch"] == 4 and compiler.asked[0]["seq_len"] == 4
+
+
+# What is wrong is said in one sentence, and leaves nothing behind
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("", "no command given"),
+        ("frob", "no such command 'frob'"),
+        ("plan", "missing argument 'TARGET'"),
+        ("plan model.py:mlp", "no --cluster given"),
+        ("plan model.py:mlp --frob", "no such option: --frob"),
+        ("plan model.py:mlp --cluster", "--cluster"),
+        ("plan model.py:mlp --cluster none.yaml", "none.yaml: cannot be read: No such file"),
+        ("plan model.py:mlp --cluster broken.yaml", "broken.yaml: not valid YAML in line 1"),
+        ("plan model.py:mlp --cluster typo.yaml", "typo.yaml: nodez: not known; did you mean nodes?"),
+        ("plan model.py:mlp --cluster 8xh101", "unknown device 'h101'; the nearest known: h100"),
+        ("plan model.py:mlp --cluster h100", "neither a file nor a preset such as 8xh100"),
+        ("plan model.py:mlp --cluster cpu:0", "a cluster has at least one device"),
+        (
+            "plan model.py:mlp --cluster cpu:4 --fix tpp=2",
+            "--fix tpp: not known; the keys are pp, dp, cp, ep, tp, zero",
+        ),
+        ("plan model.py:mlp --cluster cpu:4 --fix tp", "--fix tp: expected key=value"),
+        ("plan model.py:mlp --cluster cpu:4 --fix tp=two", "--fix tp=two: expected a positive whole number"),
+        ("plan model.py:mlp --cluster cpu:4 --fix tp=0", "--fix tp=0: expected a positive whole number"),
+        ("plan model.py:mlp --cluster cpu:4 --fix tp=-2", "--fix tp=-2: expected a positive whole number"),
+        ("plan model.py:mlp --cluster cpu:4 --fix zero=4", "--fix zero=4: expected 0, 1, 2 or 3"),
+        ("plan model.py:mlp --cluster cpu:4 --fix tp=2,tp=4", "--fix tp is given twice"),
+        ("plan model.py:mlp --cluster cpu:4 --fix recompute=most", "expected one of none, selective, full"),
+        ("plan model.py:mlp --cluster cpu:4 --global-batch 0", "'--global-batch'"),
+        ("plan model.py:mlp --cluster cpu:4 --global-batch ten", "'--global-batch'"),
+        ("plan model.py:mlp --cluster cpu:4 --seq-len -1", "'--seq-len'"),
+        ("plan model.py:mlp --cluster cpu:4 --seq-len 4", "--seq-len is for hf: targets"),
+        ("plan model.py:mlp --cluster cpu:4 --precision fp8", "'--precision'"),
+        ("plan model.py:mlp --cluster cpu:4 --optimizer lion", "'--optimizer'"),
+        ("plan model.py:mlp --cluster cpu:4 --memory-limit 0", "--memory-limit 0: expected a positive number of GiB"),
+        ("plan model.py:mlp --cluster cpu:4 --memory-limit nan", "--memory-limit nan: expected a positive number"),
+        ("plan model.py:mlp --cluster cpu:4 --json none/plan.json", "none/plan.json: cannot be written: No such file"),
+        ("plan model.py:mlp --cluster cpu:4 --out .", ". is not empty and not an output of autopar"),
+        ("plan model.py:mlp --cluster cpu:4 --out model.py", "model.py is a file: --out names a folder"),
+        ("plan model.py:none --cluster cpu:4", "model.py has no function 'none'; it has mlp, nothing"),
+        ("plan model.py:nothing --cluster cpu:4", "nothing() returned None, not (model, batch)"),
+        ("plan none.py:mlp --cluster cpu:4", "there is no file none.py"),
+        ("plan model --cluster cpu:4", "expected file.py:function or hf:PATH/config.json"),
+        ("plan hf:none --cluster cpu:4", "none: cannot be read: No such file"),
+        ("show none.yaml", "none.yaml: cannot be read: No such file"),
+        ("show model.py", "model.py: "),
+        ("generate model.py:mlp --cluster cpu:4", "generate needs --out DIR"),
+        ("generate none.yaml --out out", "none.yaml: cannot be read"),
+        ("generate none.yaml --out out --cluster cpu:4", "--cluster: a saved plan has its own"),
+        ("verify none", "none: there is no program.py in it"),
+        ("verify . --steps 0", "'--steps'"),
+        ("verify . --timeout 0", "--timeout 0: expected a positive number of seconds"),
+    ],
+)
+def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
+    words: str, said: str, run: Run, compiler: Compiler, target: str
+) -> None:
+    Path("broken.yaml").write_text("nodes: [")
+    Path("typo.yaml").write_text("nodez: 2\ndevices_per_node: 8\ndevice: h100\n")
+    before = files()
+    code, out, err = run(*words.split())
+    err = err.replace("a word of the user's\n", "")
+    assert (code, out) == (2, "")
+    assert err.startswith("autopar: ") and err.count("\n") == 1 and said in err
+    assert files() == before
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (NoPlanFits("no plan fits 4 cpu"), 1),
+        (AutoparError("the program failed on rank 1"), 1),
+        (BadInput("--fix tp=3: not with dp=2 on 4 devices"), 2),
+        (CaptureError("model.py:3: cannot be traced"), 2),
+        (KeyError("inside"), 2),
+    ],
+)
+def test_error_of_the_compiler_gives_its_exit_code_and_writes_nothing(
+    error: Exception, code: int, run: Run, compiler: Compiler, target: str
+) -> None:
+    compiler.error = error
+    words = ("plan", target, "--cluster", "cpu:4", "--json", "plan.json", "--out", "out")
+    got, out, err = run(*words)
+    assert (got, out) == (code, "")
+    assert "Traceback" not in err and str(error) in err and files() == ["model.py"]
+    with pytest.raises(type(error)):
+        run(*words, "--debug")
+
+
+# show and generate
+
+
+def test_show_reads_a_plan_back(run: Run, compiler: Compiler, target: str) -> None:
+    run("plan", target, "--cluster", "cpu:4", "--out", "out", "--json", "plan.json")
+    shown = render(compiler.plan).replace(", 210 ms", "")  # plan.yaml leaves out how long the search took
+    assert run("show", "out/plan.yaml") == run("show", "out") == (0, shown, "")
+    assert run("show", "plan.json", "--blocks") == (0, render(compiler.plan, blocks=True), "")
+    assert run("show", "plan.json", "--json", "copy.json")[0] == 0
+    assert json.loads(Path("copy.json").read_text()) == json.loads(Path("plan.json").read_text())
+
+
+def test_generate_from_a_target_is_plan_with_out(run: Run, compiler: Compiler, target: str) -> None:
+    code, out, _ = run("generate", target, "--cluster", "cpu:4", "--out", "out")
+    assert code == 0 and out == "out: written; to train: torchrun --nproc-per-node 3 out/program.py\n"
+    assert compiler.asked[0]["precision"] == "bf16" and compiler.asked[0]["optimizer"] == "adamw"
+
+
+@pytest.fixture
+def saved(compiler: Compiler, target: str) -> Path:
+    request = replace(compiler.plan.request, target=target, cluster="cpu:4", global_batch=12, seq_len=None)
+    compiler.plan = replace(compiler.plan, request=request)
+    Path("plan.yaml").write_text(compiler.plan.to_yaml())
+    return Path("plan.yaml")
+
+
+def test_generate_from_a_plan_pins_everything(run: Run, compiler: Compiler, saved: Path) -> None:
+    assert run("generate", "plan.yaml", "--out", "out")[0] == 0
+    asked = compiler.asked[0]
+    assert asked["fix"].keys() == set(FIX_KEYS) and asked["fix"]["dp"] == 3 and asked["global_batch"] == 12
+    assert Path("out/plan.yaml").read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"autopar": "0.0.1"}, "was made by autopar 0.0.1, this is 0.1.0"),
+        ({"model": {"fingerprint": "other"}}, "model.py:mlp is not the model of the plan any more"),
+        ({"cluster": {"devices": 8}}, "cluster cpu:4 is no longer the one of the plan"),
+        ({"mesh": {"dp": 2}}, "cannot be made again: mesh would differ"),
+        ({"request": {"target": ""}}, "the plan was made in Python"),
+    ],
+)
+def test_plan_that_belongs_to_something_else_is_refused(
+    change: dict[str, Any], said: str, run: Run, compiler: Compiler, saved: Path
+) -> None:
+    values = yaml.safe_load(saved.read_text())
+    for key, value in change.items():
+        values[key] = values[key] | value if isinstance(value, dict) else value
+    saved.write_text(yaml.safe_dump(values))
+    code, _, err = run("generate", "plan.yaml", "--out", "out")
+    assert code == 2 and said in err and files() == ["model.py", "plan.yaml"]
+
+
+# The rest
+
+
+def test_fix_takes_words_and_numbers() -> None:
+    assert parse_fix("tp=2, zero=0,schedule=zbv") == {"tp": 2, "zero": 0, "schedule": "zbv"}
+    assert parse_fix(None) == parse_fix("") == {}
+
+
+def test_version_is_printed(run: Run) -> None:
+    assert run("--version") == (0, "autopar 0.1.0\n", "")
+
+
+def test_help_comes_at_once_and_without_torch() -> None:
+    began = time.monotonic()
+    words = [sys.executable, "-X", "importtime", "-m", "autopar", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "typer" in loaded and not loaded & {"torch", "transformers", "ortools", "rich"}
+    assert all(command in done.stdout for command in ("plan", "show", "generate", "verify"))
+    assert time.monotonic() - began < 5  # under 0.5 s on an idle machine
+
+
+def test_examples_are_python_that_names_no_private_part_of_autopar() -> None:
+    for file in (ROOT / "examples").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith("_") for name in names if name != "__future__"), file
