@@ -237,7 +237,8 @@ def _work(file: Path) -> None:
     threading.Thread(target=_end_with_torchrun, args=(os.getppid(),), daemon=True).start()
     rank = int(os.environ["RANK"])
     try:
-        _compare(task, rank, file.parent)
+        with without_dropout():
+            _compare(task, rank, file.parent)
     except Exception as error:
         kind = "bad-input" if isinstance(error, AutoparError) else "error"
         said = str(error) if isinstance(error, AutoparError) else _told(error, task.program, rank)
@@ -288,14 +289,12 @@ def _compare(task: _Task, rank: int, scratch: Path) -> None:
     missing: set[str] = set()
     for i in range(task.steps):
         batch = program.random_batch(seed=0, step=i)
-        with _without_dropout():
-            loss = trainer.step(batch)
+        loss = trainer.step(batch)
         gradients, weights = trainer.full_gradients(), trainer.state_dict()
         if plain is None:
             continue
         assert gradients is not None and weights is not None, "rank 0 has the whole tensors"
-        with _without_dropout():
-            reference = plain.step(batch)
+        reference = plain.step(batch)
         missing |= plain.missing(gradients, weights)
         steps.append(Step(loss, reference, _worst(gradients, plain.gradients()), _worst(weights, plain.weights())))
     if plain is not None:
@@ -324,28 +323,28 @@ def _optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 @contextlib.contextmanager
-def _without_dropout() -> Iterator[None]:
-    """Dropout gives its input back inside, attention's own as well."""
+def without_dropout() -> Iterator[None]:
+    """Dropout gives its input back inside, attention's own as well: in models, in programs and in torch.nn."""
     import torch
     import torch.nn.functional as F
-    from torch.overrides import TorchFunctionMode
 
-    dropouts = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-                torch.dropout, torch.alpha_dropout, torch.feature_dropout}  # fmt: skip
+    def same(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input
 
-    class Off(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            named = dict(kwargs or {})
-            if func in dropouts:
-                return args[0] if args else named["input"]
-            if func is F.scaled_dot_product_attention:
-                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-                named |= {"dropout_p": 0.0} if "dropout_p" in named else {}
-            return func(*args, **named)
+    attention = F.scaled_dot_product_attention
 
-    with Off():
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        return attention(query, key, value, **named | {"dropout_p": 0.0})
+
+    functional = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    patches: list[tuple[Any, str, Any]] = [(F, name, same) for name in functional]
+    patches += [(torch, name, same) for name in ("dropout", "dropout_", "feature_dropout", "alpha_dropout")]
+    patches += [(F, "scaled_dot_product_attention", attend)]
+    with contextlib.ExitStack() as stack:
+        for owner, name, patch in patches:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, patch)
         yield
 
 

@@ -102,7 +102,9 @@ def _looked_up(op: Op, graph: Graph, lying: list[Spread]) -> Spread:
     return S(used[0] + max(ranks) - len(graph.values[own.name].shape) + rows.dim)
 
 
-def _through(op: Op, symbolic: Graph, graph: Graph, lying: list[Spread]) -> tuple[tuple[Spread, ...] | None, list[str], str]:
+def _through(
+    op: Op, symbolic: Graph, graph: Graph, lying: list[Spread]
+) -> tuple[tuple[Spread, ...] | None, list[str], str]:
     """How the results lie, and which partial operands must be made whole first; or None and why not."""
     partial = {i for i, s in enumerate(lying) if isinstance(s, Partial)}
     if all(s is None for s in lying):
@@ -143,7 +145,9 @@ def _through(op: Op, symbolic: Graph, graph: Graph, lying: list[Spread]) -> tupl
 
 def _implied(factor: Factor, lying: list[Spread]) -> set[object]:
     """The factor's block count that the operands' cuts imply."""
-    return {s.blocks / d.scale for s, d in zip(lying, factor.operands, strict=True) if isinstance(s, S) and d is not None}
+    return {
+        s.blocks / d.scale for s, d in zip(lying, factor.operands, strict=True) if isinstance(s, S) and d is not None
+    }
 
 
 def split_prologue(graph: Graph, info: BatchInfo) -> tuple[Graph, tuple[Op, ...]]:

@@ -78,7 +78,9 @@ class Blocked:
             self,
             inputs=tuple(value_at(v, batch) for v in self.inputs),
             body=tuple(
-                op_at(s, batch) if isinstance(s, Op) else replace(s, results=tuple(value_at(v, batch) for v in s.results))
+                op_at(s, batch)
+                if isinstance(s, Op)
+                else replace(s, results=tuple(value_at(v, batch) for v in s.results))
                 for s in self.body
             ),
             blocks=tuple(

@@ -53,7 +53,9 @@ class Captured:
     name: str
     graph: Graph
     inputs: tuple[BatchInput, ...]
-    constants: Mapping[str, torch.Tensor]  # tensors made inside forward that are too large to write down, by buffer name
+    constants: Mapping[
+        str, torch.Tensor
+    ]  # tensors made inside forward that are too large to write down, by buffer name
     example_rows: int
     seq_len: int | None
     coupled: str  # why rows cannot be separated, "" where they can
@@ -164,7 +166,9 @@ class _Step(nn.Module):
         if self._loss_fn is not None:
             if isinstance(output, torch.Tensor) and self._dtype != torch.float32:
                 output = output.float()
-            loss = loss_of(self._loss_fn(output, whole if isinstance(self._batch, (Mapping, tuple, list)) else tensors[0]))
+            loss = loss_of(
+                self._loss_fn(output, whole if isinstance(self._batch, (Mapping, tuple, list)) else tensors[0])
+            )
             if loss is None:
                 raise _NoLoss("loss_fn(output, batch) does not return a scalar tensor")
         else:
@@ -195,7 +199,11 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn
 
 
 def _export(
-    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], by_rows: set[str | int], symbolic: bool
+    step: _Step,
+    mode: FakeTensorMode,
+    tensors: Mapping[str | int, torch.Tensor],
+    by_rows: set[str | int],
+    symbolic: bool,
 ) -> ExportedProgram:
     """`torch.export` of the step, with the rows of the batch as a symbol or as they are."""
     rows = Dim("batch", min=2)
@@ -347,11 +355,29 @@ def _size(size: int | torch.SymInt) -> int | Size:
 
 VIEWS = frozenset(
     f"aten.{name}"
-    for name in (
-        "view.default reshape.default transpose.int permute.default unsqueeze.default squeeze.dim squeeze.default "
-        "expand.default slice.Tensor select.int split.Tensor chunk.default alias.default t.default flatten.using_ints "
-        "unbind.int split_with_sizes.default detach.default unflatten.int narrow.default view_as.default"
-    ).split()
+    for name in [
+        "view.default",
+        "reshape.default",
+        "transpose.int",
+        "permute.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.default",
+        "expand.default",
+        "slice.Tensor",
+        "select.int",
+        "split.Tensor",
+        "chunk.default",
+        "alias.default",
+        "t.default",
+        "flatten.using_ints",
+        "unbind.int",
+        "split_with_sizes.default",
+        "detach.default",
+        "unflatten.int",
+        "narrow.default",
+        "view_as.default",
+    ]
 )
 
 

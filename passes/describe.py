@@ -9,8 +9,9 @@ from passes.lower import LocalOp, LocalRegion, Reshard
 from passes.placements import S, collectives
 from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Zero
 from passes.price import Axis
-from passes.search import Candidate, Found, Variant
+from passes.search import Candidate, Found
 from passes.state import Task
+from passes.step import Variant
 
 
 def headline(name: str, variant: Variant, task: Task) -> str:

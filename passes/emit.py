@@ -23,10 +23,26 @@ from passes.rules.matmul import BIAS_ONCE
 from passes.spelling import Speller, Text
 
 WIDTH = 118
-RUNTIME = (
-    "I Input P Program R S ShardedModule all_gather all_reduce all_to_all bias_on_one_rank main recompute "
-    "reduce_scatter replicate shard vocabulary_cross_entropy vocabulary_embedding"
-).split()
+RUNTIME = [
+    "I",
+    "Input",
+    "P",
+    "Program",
+    "R",
+    "S",
+    "ShardedModule",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "bias_on_one_rank",
+    "main",
+    "recompute",
+    "reduce_scatter",
+    "replicate",
+    "shard",
+    "vocabulary_cross_entropy",
+    "vocabulary_embedding",
+]
 
 
 @dataclass(frozen=True)
@@ -385,7 +401,10 @@ def _block_class(block: Block, region: LocalRegion, lowered: Lowered, emission: 
     returned = ", ".join(body.value(name).source for name in region.outputs)
     where = block.paths[0] if len(block.paths) == 1 else f"{block.paths[0]} to {block.paths[-1].rpartition('.')[2]}"
     init = ["super().__init__()", *_declarations(region, lowered, emission, f"{block.paths[0]}.")]
-    members = [_method("__init__", [], init), _method("forward", arguments, [*shapes, *body.lines, f"return {returned}"])]
+    members = [
+        _method("__init__", [], init),
+        _method("forward", arguments, [*shapes, *body.lines, f"return {returned}"]),
+    ]
     doc = f'"""{where}"""'
     return f"class {block.name}(ShardedModule):\n" + indent(doc + "\n\n" + "\n\n".join(members), "    ")
 
@@ -408,9 +427,7 @@ def _model_class(lowered: Lowered, emission: Emission) -> str:
     for block in program.blocks:
         for path in block.paths:
             for parameter in block.parameters:
-                init += [
-                    f'self.alias("{path}.{other}", "{path}.{parameter.name}")' for other in parameter.names[1:]
-                ]
+                init += [f'self.alias("{path}.{other}", "{path}.{parameter.name}")' for other in parameter.names[1:]]
     methods = [_method("__init__", [], init)]
     names = [spec.name for spec in emission.inputs]
     if emission.normalizers:
@@ -575,5 +592,3 @@ def _program(lowered: Lowered, emission: Emission) -> str:
     lines.append(")")
     lines += ["", 'if __name__ == "__main__":', "    main(PROGRAM)", ""]
     return "\n".join(lines)
-
-

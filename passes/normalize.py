@@ -95,7 +95,9 @@ def without_noops(graph: Graph) -> Graph:
     values = graph.values
 
     def into(op: Op) -> Iterable[Op | Same]:
-        op = replace(op, kwargs=tuple((k, a) for k, a in op.kwargs if k not in ("pin_memory", "layout") and a is not None))
+        op = replace(
+            op, kwargs=tuple((k, a) for k, a in op.kwargs if k not in ("pin_memory", "layout") and a is not None)
+        )
         first = values[op.operands[0]] if op.operands else None
         if first is None:
             return (op,)
@@ -110,7 +112,10 @@ def without_noops(graph: Graph) -> Graph:
         made = _FRESH.get(op.target)
         if made is not None:  # x gives only its dtype and device
             fill = (op.arg(2),) if made == "full" else ()
-            kwargs: tuple[tuple[str, Arg], ...] = (("dtype", Atom(f"torch.{op.results[0].dtype}")), ("device", Atom("device")))
+            kwargs: tuple[tuple[str, Arg], ...] = (
+                ("dtype", Atom(f"torch.{op.results[0].dtype}")),
+                ("device", Atom("device")),
+            )
             return (replace(op, target=f"aten.{made}.default", args=(op.results[0].shape, *fill), kwargs=kwargs),)
         neutral = _NEUTRAL.get(op.target)
         if op.target in _SAME or (op.target in _CASTS and same_type):
@@ -303,7 +308,10 @@ def with_summed_losses(graph: Graph) -> Graph:
             if per_row is not None:
                 total = replace(result, name=f"{result.name}_sum")
                 summed = replace(op, target="aten.sum.default", results=(total,))
-                return (summed, Op("aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source))
+                return (
+                    summed,
+                    Op("aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source),
+                )
         return (op,)
 
     return substitute(graph, into)
@@ -338,7 +346,9 @@ def _counted(op: Op, total: Value, result: Value, values: dict[str, Value]) -> t
     else:
         weight = values[op.operands[2]]
         index = step("aten.mul.Tensor", (Ref(target.name), Ref(valid.name)), "index", target.shape, target.dtype)
-        weights = step("aten.embedding.default", (Ref(f"{name}_column"), Ref(index.name)), "rows", (*target.shape, 1), weight.dtype)
+        weights = step(
+            "aten.embedding.default", (Ref(f"{name}_column"), Ref(index.name)), "rows", (*target.shape, 1), weight.dtype
+        )
         column = step("aten.unsqueeze.default", (Ref(weight.name), -1), "column", (*weight.shape, 1), weight.dtype)
         flat = step("aten.squeeze.dim", (Ref(weights.name), -1), "weights", target.shape, weight.dtype)
         masked = step("aten.mul.Tensor", (Ref(flat.name), Ref(valid.name)), "valid_weights", target.shape, weight.dtype)

@@ -40,8 +40,9 @@ from passes.plan import (
 )
 from passes.rules import rule_of
 from passes.rules.base import Site
-from passes.search import OPTIMIZERS, Problem, Search
+from passes.search import Search
 from passes.state import Pass, State, Task, made, run
+from passes.step import OPTIMIZERS, Problem
 
 # -- the passes: each takes the state and returns a new one -----------------------------------------------------------
 
@@ -69,7 +70,9 @@ def batch_(state: State) -> State:
 
 
 def blocks_(state: State) -> State:
-    classes = {name: type(m).__name__ for name, m in state.task.model.named_modules() if name.rpartition(".")[2].isdigit()}
+    classes = {
+        name: type(m).__name__ for name, m in state.task.model.named_modules() if name.rpartition(".")[2].isdigit()
+    }
     return replace(state, blocked=block(made(state.graph, "the graph"), classes))
 
 
@@ -281,7 +284,9 @@ def plan_of(state: State) -> Plan:
     used = pair.dp * pair.tp
     tokens = task.global_batch * (captured.seq_len or 1)
     blocks = block_plans(variant)
-    peak = held.static.total + max(held.activations + max(held.logits, held.transient) + held.inputs, held.optimizer_temporaries)
+    peak = held.static.total + max(
+        held.activations + max(held.logits, held.transient) + held.inputs, held.optimizer_temporaries
+    )
     memory = StageMemory(
         stage=0,
         peak_bytes=peak,
@@ -291,7 +296,12 @@ def plan_of(state: State) -> Plan:
         optimizer=held.static.optimizer,
         activations=held.activations,
         logits=held.logits,
-        buffers=peak - held.static.parameters - held.static.gradients - held.static.optimizer - held.activations - held.logits,
+        buffers=peak
+        - held.static.parameters
+        - held.static.gradients
+        - held.static.optimizer
+        - held.activations
+        - held.logits,
         reserved_overhead=0,
     )
     warnings = [*state.notes, *unruled(state)]

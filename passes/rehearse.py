@@ -122,7 +122,11 @@ class _Opaque(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *(torch.empty(s, dtype=d, device=ctx.device) if d.is_floating_point else None for s, d in ctx.shapes)
+        return (
+            None,
+            None,
+            *(torch.empty(s, dtype=d, device=ctx.device) if d.is_floating_point else None for s, d in ctx.shapes),
+        )
 
 
 class _Stage:
@@ -262,11 +266,15 @@ def rehearse(text: str, lowered: Lowered, dtype: torch.dtype) -> Rehearsal:
             stage.opaque = False
             layer = names[block.name]()
             blocks.append(_measure(layer, _inputs(region, block.inputs, stage.ranks), lambda m, x: m(*x)))
-            recomputed.append(_measure(layer, _inputs(region, block.inputs, stage.ranks), lambda m, x: stage.recompute(m, *x)))
+            recomputed.append(
+                _measure(layer, _inputs(region, block.inputs, stage.ranks), lambda m, x: stage.recompute(m, *x))
+            )
         stage.opaque = True
         model = names["Model"]()
         before: list[int] = []
-        root = _measure(model, _inputs(lowered.root, lowered.program.inputs, stage.ranks), lambda m, x: m(*x), stage, before)
+        root = _measure(
+            model, _inputs(lowered.root, lowered.program.inputs, stage.ranks), lambda m, x: m(*x), stage, before
+        )
     return Rehearsal(root, before[0] if before else 0, tuple(blocks), tuple(recomputed))
 
 

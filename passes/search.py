@@ -15,146 +15,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, prod
 
-import torch
-
-from costmodels.cluster import Cluster
-from costmodels.collectives import Collective
 from costmodels.errors import BadInput, NoPlanFits
-from costmodels.memory import StaticBytes, static_bytes
-from costmodels.operators import exposed_seconds, optimizer_seconds
-from passes.blocks import Blocked
-from passes.emit import Emission, emit
-from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, lower
-from passes.placements import R, S, local_shape
+from passes.emit import emit
+from passes.memory import StepBytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
-from passes.price import Axis, Seconds, op_seconds, reshard_seconds
+from passes.price import Axis
 from passes.rehearse import Rehearsal, rehearse
 from passes.sharding import Sharding, Terms, held_bytes, least_seconds, shard
+from passes.step import Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
 
 GIB = 2**30
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
-OPTIMIZERS = {"adamw": (2, 28), "sgd": (1, 20)}  # fp32 states per parameter; bytes that a fused step touches per parameter
-STATE_BYTES = 16.0  # per parameter in the first programme of a pair: fp32 weight, gradient and two AdamW moments
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is searched: a symbolic program, and where and how it is to be trained."""
-
-    program: Blocked
-    rows: Mapping[str, S]
-    cluster: Cluster
-    global_batch: int
-    precision: str
-    optimizer: str
-    separable: str  # why rows cannot be told apart, "" where they can
-    emission: Emission  # with the choices still open
-    fix: Fix
-    frozen: frozenset[str]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
-
-    @property
-    def compute_bytes(self) -> int:
-        return 2 if self.precision == "bf16" else 4
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A tensor-parallel degree and a microbatch size: what one rank runs is settled by them."""
-
-    tp: int
-    dp: int
-    microbatch: int
-
-    def microbatches(self, global_batch: int) -> int:
-        return global_batch // (self.dp * self.microbatch)
-
-
-@dataclass(frozen=True)
-class RegionSeconds:
-    """One region, once: compute and tensor-parallel communication."""
-
-    compute: Seconds
-    comm: Seconds
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one FSDP unit holds on a rank: elements after tensor parallelism."""
-
-    elements: int
-    trained: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A pair with its sharding: the local program and its price."""
-
-    pair: Pair
-    lowered: Lowered
-    root: RegionSeconds
-    blocks: tuple[RegionSeconds, ...]
-    units: tuple[Unit, ...]  # per block, then the root
-    partial_bytes: int  # gradients that are summed over tp once per step
-    largest_parameter: int
-
-    @property
-    def elements(self) -> int:
-        return sum(u.elements * u.count for u in self.units)
-
-    @property
-    def trained(self) -> int:
-        return sum(u.trained * u.count for u in self.units)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Every choice of a plan."""
-
-    settled: Settled
-    zero: int
-    group: int
-    recompute: tuple[int, ...]  # per block, layers recomputed
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """Exposed seconds of one optimizer step."""
-
-    compute: float
-    tp_comm: float
-    dp_comm: float
-    recompute: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tp_comm + self.dp_comm + self.recompute + self.optimizer
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """What the fullest rank holds at the fullest moment of a step."""
-
-    static: StaticBytes
-    activations: int
-    logits: int
-    transient: int
-    optimizer_temporaries: int
-    inputs: int
-
-    @property
-    def peak(self) -> int:
-        forward_backward = self.activations + max(self.logits, self.transient) + self.inputs
-        return self.static.total + max(forward_backward, self.optimizer_temporaries)
 
 
 @dataclass(frozen=True)
@@ -296,168 +170,6 @@ def groups(problem: Problem, pair: Pair) -> Iterator[tuple[int, int]]:
                 yield stage, size
 
 
-# -- prices -----------------------------------------------------------------------------------------------------------
-
-
-def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
-    """The local program of a sharding, and its price: of the very operators and collectives that are emitted."""
-    lowered = lower(problem.program.at(pair.microbatch), sharding)
-    units = [
-        unit(problem, region, pair.tp, block.paths[0], len(block.paths))
-        for region, block in zip(lowered.blocks, lowered.program.blocks, strict=True)
-    ]
-    units.append(unit(problem, lowered.root, pair.tp, "", 1))
-    partial = sum(
-        p.value.elements * 4 * count
-        for region, count in lowered.regions()
-        for p, placement in region.parameters
-        if placement is R
-    )
-    held = [
-        prod(local_shape(placement, p.value.sizes, pair.tp))
-        for region, _ in lowered.regions()
-        for p, placement in region.parameters
-    ]
-    return Settled(
-        pair,
-        lowered,
-        region_seconds(lowered.root, sharding.axis),
-        tuple(region_seconds(r, sharding.axis) for r in lowered.blocks),
-        tuple(units),
-        partial,
-        max(held, default=0),
-    )
-
-
-def unit(problem: Problem, region: LocalRegion, tp: int, path: str, count: int) -> Unit:
-    """The parameters of one region on one rank."""
-    elements = trained = 0
-    for parameter, placement in region.parameters:
-        if parameter.buffer:
-            continue
-        own = prod(local_shape(placement, parameter.value.sizes, tp))
-        elements += own
-        full = f"{path}.{parameter.name}" if path else parameter.name
-        trained += own if full not in problem.frozen else 0
-    return Unit(elements, trained, count)
-
-
-def region_seconds(region: LocalRegion, axis: Axis) -> RegionSeconds:
-    """The time of a region's own statements (calls are priced by their blocks)."""
-    compute, comm = Seconds(), Seconds()
-    for statement in region.statements:
-        if isinstance(statement, LocalOp):
-            whole = op_seconds(statement.site, statement.rule, statement.strategy, axis)
-            inside = sum(axis.seconds(kind, size) for kind, size in statement.strategy.inside)
-            compute += Seconds(whole.forward - inside, whole.backward)
-            comm += Seconds(inside, 0.0)
-        elif isinstance(statement, Reshard):
-            comm += reshard_seconds(statement.value, statement.source, statement.target, axis)
-    return RegionSeconds(compute, comm)
-
-
-def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
-    """Exposed seconds of one optimizer step of a variant."""
-    settled, cluster = variant.settled, problem.cluster
-    pair, device = settled.pair, cluster.device
-    m = pair.microbatches(problem.global_batch)
-    counts = [u.count for u in settled.units]
-    regions = [*settled.blocks, settled.root]
-    compute = Seconds()
-    comm = Seconds()
-    for region, count in zip(regions, counts, strict=True):
-        compute += region.compute.times(count)
-        comm += region.comm.times(count)
-    again = sum(k * (r.compute.forward + r.comm.forward) for k, r in zip(variant.recompute, settled.blocks, strict=True))
-    axis = settled.lowered.sharding.axis
-    sums = axis.seconds(Collective.ALL_REDUCE, settled.partial_bytes) if pair.tp > 1 else 0.0
-    states, touched = OPTIMIZERS[problem.optimizer]
-    shard = variant.group if variant.zero else 1
-    return StepSeconds(
-        compute=m * compute.total,
-        tp_comm=m * comm.total + sums,
-        dp_comm=dp_seconds(problem, variant, m, compute),
-        recompute=m * again,
-        optimizer=optimizer_seconds(touched * ceil(settled.trained / shard), device),
-    )
-
-
-def dp_seconds(problem: Problem, variant: Variant, m: int, compute: Seconds) -> float:
-    """What data-parallel communication adds to a step, beside the compute that it runs next to.
-
-    Gradients are reduced in fp32, parameters gathered in the compute dtype, unit by unit.
-    """
-    settled = variant.settled
-    pair, cluster = settled.pair, problem.cluster
-    if pair.dp == 1:
-        return 0.0
-    shards = variant.group if variant.zero else 1
-    inner = Axis.of(cluster, "dp_shard", shards, pair.tp)
-    outer = Axis.of(cluster, "dp_replicate", pair.dp // shards, pair.tp * shards)
-
-    def reduced(unit: Unit) -> float:
-        full = 4 * unit.trained
-        scattered = inner.seconds(Collective.REDUCE_SCATTER, full) if shards > 1 else 0.0
-        return scattered + (outer.seconds(Collective.ALL_REDUCE, full / shards) if outer.ranks > 1 else 0.0)
-
-    def gathered(unit: Unit) -> float:
-        return inner.seconds(Collective.ALL_GATHER, problem.compute_bytes * unit.elements) if shards > 1 else 0.0
-
-    reduce = sum(u.count * reduced(u) for u in settled.units)
-    gather = sum(u.count * gathered(u) for u in settled.units)
-    again = sum(u.count * gathered(u) for u in settled.units[:-1])  # the root stays gathered until its backward
-    device = cluster.device
-
-    def beside(comm: float, work: float) -> float:
-        return exposed_seconds(work, comm, device)
-
-    forward, backward = compute.forward, compute.backward
-    if variant.zero in (0, 1):
-        return beside(reduce, backward) + beside(gather, forward)
-    if variant.zero == 2:
-        return m * beside(reduce, backward) + beside(gather, forward)
-    return m * (beside(reduce + again, backward) + beside(gather, forward))
-
-
-def step_bytes(problem: Problem, variant: Variant, rehearsal: Rehearsal) -> StepBytes:
-    """Memory of a variant, from the rehearsal of its program."""
-    settled = variant.settled
-    pair = settled.pair
-    m = pair.microbatches(problem.global_batch)
-    states, _ = OPTIMIZERS[problem.optimizer]
-    sizes = sorted((u.elements for u in settled.units for _ in range(min(u.count, 2))), reverse=True)
-    static = static_bytes(
-        settled.elements,
-        zero_stage=variant.zero,
-        shard_group=variant.group if variant.zero else 1,
-        largest_group=sizes[0],
-        prefetched_group=sizes[1] if len(sizes) > 1 else 0,
-        optimizer_state_factor=states,
-        compute_bytes=problem.compute_bytes,
-        trainable=settled.trained,
-        accumulates=m > 1,
-    )
-    saved = transient = 0
-    for unit_, kept, again, k in zip(settled.units, rehearsal.blocks, rehearsal.recomputed, variant.recompute, strict=False):
-        saved += (unit_.count - k) * kept.saved_bytes + k * again.saved_bytes
-        transient = max(transient, again.backward_peak_bytes if k else kept.backward_peak_bytes)
-    root = rehearsal.root
-    head = max(root.forward_peak_bytes, root.saved_bytes + root.backward_peak_bytes) - rehearsal.before_calls_bytes
-    shards = variant.group if variant.zero else 1
-    trained = ceil(settled.trained / shards)
-    # AdamW over lists of tensors (CUDA) takes one more fp32 copy of what it updates; tensor by tensor (CPU) two of one
-    temporaries = 4 * trained if problem.cluster.device.kind == "cuda" else 8 * ceil(settled.largest_parameter / shards)
-    inputs = sum(v.bytes for v in settled.lowered.program.inputs) * m
-    return StepBytes(
-        static=static,
-        activations=saved + rehearsal.before_calls_bytes,
-        logits=max(0, head),
-        transient=transient,
-        optimizer_temporaries=temporaries if states else 0,
-        inputs=inputs,
-    )
-
-
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
@@ -501,12 +213,24 @@ class Search:
             if best is not None and isinstance(item, Pair):
                 continue  # proved already; runners-up come from what is solved
             if self.deadline() and best is None and any(isinstance(i, Candidate) and i.bytes for _, _, i in self.queue):
-                best = min((i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes), key=lambda c: c.seconds.total)
-                return Found(best, tuple(self.rejected[:3]), self.enumerated, self.visited, self.solved, bound, proved=False)
+                best = min(
+                    (i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes), key=lambda c: c.seconds.total
+                )
+                return Found(
+                    best, tuple(self.rejected[:3]), self.enumerated, self.visited, self.solved, bound, proved=False
+                )
             self.expand(item)
         if best is None:
             raise NoPlanFits(self.closest())
-        return Found(best, self.nearly(best, runners), self.enumerated, self.visited, self.solved, best.seconds.total, proved=True)
+        return Found(
+            best,
+            self.nearly(best, runners),
+            self.enumerated,
+            self.visited,
+            self.solved,
+            best.seconds.total,
+            proved=True,
+        )
 
     def expand(self, item: object) -> None:
         if isinstance(item, Pair):
@@ -532,7 +256,9 @@ class Search:
         m = pair.microbatches(self.problem.global_batch)
         self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
         self.solved += 1
-        sharding = shard(self.problem.program.at(pair.microbatch), self.axis(pair), Terms(microbatches=m), self.problem.rows)
+        sharding = shard(
+            self.problem.program.at(pair.microbatch), self.axis(pair), Terms(microbatches=m), self.problem.rows
+        )
         assert sharding is not None, "without a memory budget there is always a sharding"
         settled = settle(self.problem, pair, sharding)
         wanted = self.problem.fix.get("recompute")
@@ -565,7 +291,10 @@ class Search:
             again = self.recomputed(variant)
             if again is not None:
                 seconds = step_seconds(self.problem, again)
-                self.push(seconds.total, Candidate(again, seconds, step_bytes(self.problem, again, self.rehearsal(again.settled))))
+                self.push(
+                    seconds.total,
+                    Candidate(again, seconds, step_bytes(self.problem, again, self.rehearsal(again.settled))),
+                )
                 return
         self.cut_finer(variant, held)
 
@@ -573,7 +302,9 @@ class Search:
         """The variant with the fewest layers recomputed that fits, blocks that free most per second first."""
         settled, rehearsal = variant.settled, self.rehearsal(variant.settled)
         gains = []
-        for b, (kept, again, seconds) in enumerate(zip(rehearsal.blocks, rehearsal.recomputed, settled.blocks, strict=True)):
+        for b, (kept, again, seconds) in enumerate(
+            zip(rehearsal.blocks, rehearsal.recomputed, settled.blocks, strict=True)
+        ):
             freed = kept.saved_bytes - again.saved_bytes
             if freed > 0:
                 gains.append((-freed / max(1e-12, seconds.compute.forward + seconds.comm.forward), b))
@@ -586,7 +317,9 @@ class Search:
                 continue
             while low < high:
                 layers[b] = (low + high) // 2
-                low, high = (low, layers[b]) if self.fits(replace(variant, recompute=tuple(layers))) else (layers[b] + 1, high)
+                low, high = (
+                    (low, layers[b]) if self.fits(replace(variant, recompute=tuple(layers))) else (layers[b] + 1, high)
+                )
             layers[b] = high
             return replace(variant, recompute=tuple(layers))
         return None
@@ -621,7 +354,9 @@ class Search:
                 known = shard_bytes(problem, pair, self.axis(pair), terms, settled.lowered.sharding)
             budget = known - (now.peak - self.limit) * 1.02
             self.solved += 1
-            found = shard(problem.program.at(pair.microbatch), self.axis(pair), replace(terms, budget_bytes=budget), problem.rows)
+            found = shard(
+                problem.program.at(pair.microbatch), self.axis(pair), replace(terms, budget_bytes=budget), problem.rows
+            )
             if found is None:
                 return
             settled = settle(problem, pair, found)

@@ -213,7 +213,9 @@ class _Programme:
         for op in ops:
             rule = rule_of(op.target)
             site = Site(op, tuple(values[name] for name in op.operands))
-            options = tuple(s for s in strategies(site, rule, self.axis.ranks, self.wanted) if not self.cuts_rows(site, s))
+            options = tuple(
+                s for s in strategies(site, rule, self.axis.ranks, self.wanted) if not self.cuts_rows(site, s)
+            )
             if rule is not None and rule.flop(site)[0] and any(s.split for s in options):
                 options = tuple(s for s in options if s.split)
             self.nodes["op", region, op.name] = Node(("op", region, op.name), site, rule, options, weight)
@@ -240,7 +242,9 @@ class _Programme:
     def boundary(self, *values: Value) -> tuple[Placement, ...]:
         """How a block's input or output may lie; values that are carried into each other share the choice."""
         first = values[0]
-        cuts = {cut for v in values for cut in self.wanted.get(v.name, ()) if is_valid(cut, first.sizes, self.axis.ranks)}
+        cuts = {
+            cut for v in values for cut in self.wanted.get(v.name, ()) if is_valid(cut, first.sizes, self.axis.ranks)
+        }
         whole: tuple[Placement, ...] = (I, R, P) if first.grad and first.dtype in FLOATS else (I,)
         return (*whole, *sorted(cuts))
 
@@ -436,7 +440,9 @@ class _Programme:
             block = self.program.blocks[index]
             leaves = self.nodes["exit", index, block.outputs[output]]
             enters = self.nodes["entry", index, block.inputs[entry].name]
-            places = {p: (ends_of(leaves, p), ends_of(enters, p)) for p in placements_of(leaves) | placements_of(enters)}
+            places = {
+                p: (ends_of(leaves, p), ends_of(enters, p)) for p in placements_of(leaves) | placements_of(enters)
+            }
             for out, into in (places[p] for p in sorted(places, key=str)):
                 model.add_linear_constraint(
                     mathopt.fast_sum(x[leaves.key, s] for s in out) == mathopt.fast_sum(x[enters.key, s] for s in into)

@@ -16,12 +16,61 @@ from passes.graph import CONSTANT, Arg, Atom, Op, Ref, Rows, Size
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
          "ge": ">=", "bitwise_and": "&", "__and__": "&", "bitwise_or": "|", "__or__": "|", "logical_and": "&"}  # fmt: skip
 METHODS = frozenset(
-    "reshape transpose permute unsqueeze squeeze expand split chunk unbind flatten t contiguous clone detach "
-    "masked_fill unflatten select narrow repeat add_ mul_ copy_ zero_ fill_".split()
+    [
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "split",
+        "chunk",
+        "unbind",
+        "flatten",
+        "t",
+        "contiguous",
+        "clone",
+        "detach",
+        "masked_fill",
+        "unflatten",
+        "select",
+        "narrow",
+        "repeat",
+        "add_",
+        "mul_",
+        "copy_",
+        "zero_",
+        "fill_",
+    ]
 )
 FUNCTIONAL = frozenset(
-    "linear layer_norm rms_norm group_norm batch_norm gelu silu elu leaky_relu softplus mish hardswish selu "
-    "conv1d conv2d conv3d pad dropout glu relu6 hardtanh logsigmoid max_pool2d avg_pool2d adaptive_avg_pool2d".split()
+    [
+        "linear",
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "batch_norm",
+        "gelu",
+        "silu",
+        "elu",
+        "leaky_relu",
+        "softplus",
+        "mish",
+        "hardswish",
+        "selu",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "pad",
+        "dropout",
+        "glu",
+        "relu6",
+        "hardtanh",
+        "logsigmoid",
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool2d",
+    ]
 )
 SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 REDUCTIONS = ("none", "mean", "sum")
@@ -113,7 +162,9 @@ class Speller:
             for k, a in (*zip(names[2:], args[2:], strict=False), *kwargs):
                 if a is None:
                     continue
-                given.append(f"{k}={self.arg(REDUCTIONS[a]) if k == 'reduction' and isinstance(a, int) else self.arg(a)}")
+                given.append(
+                    f"{k}={self.arg(REDUCTIONS[a]) if k == 'reduction' and isinstance(a, int) else self.arg(a)}"
+                )
             return Text(f"F.{function}({', '.join(given)})")
         if name in METHODS and args and isinstance(args[0], Ref):
             rest = args[1:]
@@ -132,7 +183,9 @@ class Speller:
         return self.value(arg.name).tight if isinstance(arg, Ref) else self.arg(arg)
 
     def slice(self, op: Op) -> str:
-        dim, start, end, step = (op.arg(i, k, d) for i, k, d in ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1)))
+        dim, start, end, step = (
+            op.arg(i, k, d) for i, k, d in ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1))
+        )
         assert isinstance(dim, int), f"a slice along {dim}"
         rank = len(op.results[0].shape)
         first = "" if start in (None, 0) else self.arg(start)

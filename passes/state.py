@@ -69,7 +69,9 @@ class Pass:
         return self.apply.__name__.upper()
 
 
-def run(passes: tuple[Pass, ...], state: State, watch: Callable[[str, State], None] = lambda name, state: None) -> State:
+def run(
+    passes: tuple[Pass, ...], state: State, watch: Callable[[str, State], None] = lambda name, state: None
+) -> State:
     """Apply the passes in order; after each, check its promises and all earlier ones again."""
     held: tuple[Promise, ...] = ()
     for one in passes:
@@ -88,5 +90,3 @@ def made(value: Any, what: str) -> Any:
     """A part of the state that an earlier pass must have made."""
     assert value is not None, f"{what} is not there yet"
     return value
-
-
