@@ -11,8 +11,11 @@ import contextlib
 import copy
 import inspect
 import io
+import itertools
 import logging
+import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +27,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from costmodels.errors import BadInput, CaptureError
+from passes.interpret import schema
 from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
 
 LARGEST_LITERAL = 64  # elements of a tensor made inside forward that is written into the program
 ROWS = 2  # the batch that is traced; a symbol stands for it (0 and 1 would be specialised by torch)
+FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 DETACHED = frozenset({"aten.detach.default", "aten.detach_.default"})
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -71,6 +78,9 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
     if precision not in COMPUTE_DTYPES:
         raise BadInput(f"precision {precision!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
     leaves = batch_leaves(batch)
+    nested = [str(key) for key, leaf in leaves.items() if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf)]
+    if nested:
+        raise BadInput(f"the batch holds tensors inside {', '.join(nested)}; put every tensor at the top of the batch")
     tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     if not tensors:
         raise BadInput("the batch holds no tensor; pass a dict, a tuple or a tensor whose first dim counts rows")
@@ -79,26 +89,33 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     dtype = COMPUTE_DTYPES[precision]
-    fake = _fake_copy(model, mode, dtype)
-    step = _Step(fake, loss_fn, batch, tuple(tensors), dtype).train(model.training)
+    step = _Step(_fake_copy(model, mode, dtype), loss_fn, batch, tuple(tensors), dtype)
+    keys = tuple(tensors)
+
+    def traced(symbolic: bool) -> tuple[Graph, dict[int, str], dict[str, torch.Tensor]]:
+        program = _export(step, mode, tensors, by_rows if symbolic else set())
+        graph, names, constants = _records(program, model, keys)
+        try:
+            graph = functional(graph)
+        except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
+            with _quiet():
+                program = program.run_decompositions({})
+            graph, names, constants = _records(program, model, keys)
+            graph = functional(graph)
+        code = getattr(loss_fn, "__code__", None)  # torch notes only the lines of forward methods
+        at = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        ops = tuple(replace(op, source=op.source or at) for op in graph.ops)
+        return replace(graph, ops=ops), names, constants
+
     coupled = ""
     try:
-        program = _export(step, mode, tensors, by_rows, symbolic=True)
+        graph, names, constants = traced(symbolic=True)
     except CaptureError as error:
         try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
-            program = _export(step, mode, tensors, by_rows, symbolic=False)
+            graph, names, constants = traced(symbolic=False)
         except CaptureError:
             raise error from None
         coupled = f"the rows of a batch are not independent: {str(error).splitlines()[0]}"
-    keys = tuple(tensors)
-    graph, names, constants = _records(program, model, keys)
-    try:
-        graph = functional(graph)
-    except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
-        with _quiet():
-            program = program.run_decompositions({})
-        graph, names, constants = _records(program, model, keys)
-        graph = functional(graph)
     sequence = next((t.shape[1] for k, t in tensors.items() if k in by_rows and t.dim() == 2), None)
     return Captured(
         name=type(model).__name__,
@@ -108,7 +125,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
         example_rows=rows,
         seq_len=sequence if any(not t.is_floating_point() for t in tensors.values() if t.dim() == 2) else None,
         coupled=coupled,
-        notes=tuple(_notes(model)),
+        notes=tuple(_notes(model, leaves)),
     )
 
 
@@ -117,6 +134,12 @@ def batch_leaves(batch: Batch) -> dict[str | int, Any]:
     if isinstance(batch, Mapping):
         return dict(batch.items())
     return dict(enumerate(batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, Mapping):
+        return any(map(_holds_tensors, leaf.values()))
+    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, (tuple, list)) and any(map(_holds_tensors, leaf)))
 
 
 def forward_arguments(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -187,35 +210,37 @@ class _NoLoss(Exception):
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     """A copy of the model whose parameters and buffers are FakeTensors on the CPU; parameters in `dtype`."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    computed = (t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor) and not t.is_leaf)
+    for tensor in (*model.parameters(), *model.buffers(), *computed):
         if id(tensor) in memo:
             continue
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise BadInput(f"{type(model).__name__} has lazy parameters; run one batch through it first")
         parameter = isinstance(tensor, nn.Parameter)
         low = dtype if parameter and tensor.dtype == torch.float32 else tensor.dtype
         with mode:
             fake = torch.empty(tensor.shape, dtype=low, device="cpu")
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if parameter else fake
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the model's own attributes raise
+        raise CaptureError(f"{type(model).__name__} cannot be copied: {str(error).splitlines()[0]}") from error
 
 
 def _export(
-    step: _Step,
-    mode: FakeTensorMode,
-    tensors: Mapping[str | int, torch.Tensor],
-    by_rows: set[str | int],
-    symbolic: bool,
+    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], by_rows: set[str | int]
 ) -> ExportedProgram:
-    """`torch.export` of the step, with the rows of the batch as a symbol or as they are."""
+    """`torch.export` of the step; the first dim of the tensors in `by_rows` is a symbol."""
     rows = Dim("batch", min=2)
     examples, shapes = [], []
     for key, tensor in tensors.items():
-        shape = (ROWS, *tensor.shape[1:]) if key in by_rows and symbolic else tensor.shape
+        shape = (ROWS, *tensor.shape[1:]) if key in by_rows else tensor.shape
         examples.append(mode.from_tensor(torch.empty(shape, dtype=tensor.dtype)))
-        shapes.append({0: rows} if key in by_rows and symbolic else None)
+        shapes.append({0: rows} if key in by_rows else None)
     with _quiet():
         try:
             return torch.export.export(
-                step, tuple(examples), dynamic_shapes=(tuple(shapes),) if symbolic else None, strict=False
+                step, tuple(examples), dynamic_shapes=(tuple(shapes),) if by_rows else None, strict=False
             )
         except _NoLoss as error:
             raise BadInput(str(error)) from None
@@ -226,17 +251,20 @@ def _export(
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch.export prints its whole graph on stderr when it fails; the message below says more."""
+    before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 _REMEDIES = (
     ("GuardOnDataDependent", "its forward decides on the values of a tensor; use torch.where or torch.cond, or make it static"),
     ("DataDependentOutput", "its forward reads a value out of a tensor (.item()); compute it outside, or keep it a tensor"),
+    ("Constraints violated", "something in its forward or loss turns the number of rows into a plain int (len(x), int()); use x.shape[0]"),
     ("DynamicOutputShape", "its forward makes a shape from the values of a tensor (nonzero, masking); use a fixed capacity or torch.where"),
 )  # fmt: skip
 
@@ -246,16 +274,19 @@ def _explain(error: Exception, model: nn.Module) -> str:
     torch_root = str(Path(torch.__file__).parent)
     here = str(Path(__file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != here]
-    own = [f for f in frames if not f.filename.startswith(torch_root) and "contextlib" not in f.filename]
+    own = [f for f in frames if not f.filename.startswith(torch_root) and "contextlib" not in f.filename and f.filename[0] != "<"]
     where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
     text = f"{type(error).__name__}: {error}"
     what = next((remedy for mark, remedy in _REMEDIES if mark in text), str(error).strip().splitlines()[0][:300])
     return f"{type(model).__name__} cannot be captured{where}: {what}"
 
 
-def _notes(model: nn.Module) -> Iterator[str]:
+def _notes(model: nn.Module, leaves: Mapping[str | int, Any]) -> Iterator[str]:
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         yield "the model's own gradient checkpointing is ignored: recompute is planned here"
+    for key, leaf in leaves.items():
+        if isinstance(leaf, (int, float)):
+            yield f"batch entry {key} is {leaf} for good: a number is part of the program; make it a tensor if it varies"
 
 
 # -- the border: every fx node becomes a record, once ------------------------------------------------------------
@@ -276,6 +307,7 @@ def _records(
     input_names: dict[int, str] = {}
     constants: dict[str, torch.Tensor] = {}
     literals: list[Op] = []
+    taken = {node.name for node in program.graph.nodes}
     for node in placeholders:
         fake = node.meta["val"]
         if node.name in owned:
@@ -299,23 +331,30 @@ def _records(
                 constants[path] = constant
                 parameters[path] = Parameter(value, (path,), buffer=True, persistent=False)
         else:
-            key = keys[user[node.name]]
-            name = key if isinstance(key, str) and key.isidentifier() else f"input_{key}"
+            key = str(keys[user[node.name]])
+            name = _unused(key if key.isidentifier() else "input_" + re.sub(r"\W", "_", key), taken)
             inputs.append(_value(name, fake, grad=False))
             input_names[user[node.name]] = value_of[node.name] = name
     known = (*inputs, *(p.value for p in parameters.values()), *(op.results[0] for op in literals))
-    reader = _Reader(value_of, {v.name: v for v in known})
+    reader = _Reader(value_of, {v.name: v for v in known}, taken)
     reader.ops.extend(literals)
     for node in program.graph.nodes:
         if node.op == "call_function":
             reader.read(node)
-    if signature.buffers_to_mutate:
-        raise CaptureError(f"the buffers {sorted(signature.buffers_to_mutate.values())} are changed through a view")
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    loss = reader.arg(output.args[0][0])
-    assert isinstance(loss, Ref)
+    for changed, path in signature.buffers_to_mutate.items():
+        reader.store(changed, parameters[tied[path.removeprefix("model.")][0]].value)
+    (loss,) = signature.user_outputs
+    loss = reader.value_of.get(loss, loss)
     # parameters that the loss never reads still belong to the model: they get no gradient, and stay as they are
-    return Graph(tuple(inputs), tuple(parameters.values()), tuple(reader.ops), loss.name), input_names, constants
+    return Graph(tuple(inputs), tuple(parameters.values()), tuple(reader.ops), loss), input_names, constants
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, or with a number behind it where the graph has a node of that name; taken from now on."""
+    numbered = (f"{name}_{i}" for i in itertools.count(2))
+    free = name if name not in taken else next(n for n in numbered if n not in taken)
+    taken.add(free)
+    return free
 
 
 def _nested(values: Any) -> Arg:
@@ -346,6 +385,8 @@ def _size(size: int | torch.SymInt) -> int | Size:
     if not symbols:
         return int(expression)
     at = [expression.subs({s: n for s in symbols}) for n in (0, 1, 5)]
+    if any(symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for s in symbols):
+        raise CaptureError("a tensor's size depends on values; use torch.where, a mask or a fixed capacity")
     if len(symbols) > 1 or at[2] - at[0] != 5 * (at[1] - at[0]) or not all(n.is_Integer for n in at):
         raise CaptureError(f"a tensor's size depends on the batch as {expression}, which is not a*batch + b")
     return Size(int(at[1] - at[0]), int(at[0]))
@@ -353,32 +394,13 @@ def _size(size: int | torch.SymInt) -> int | Size:
 
 # -- no operator writes in place, buffers excepted ----------------------------------------------------------------
 
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "view.default",
-        "reshape.default",
-        "transpose.int",
-        "permute.default",
-        "unsqueeze.default",
-        "squeeze.dim",
-        "squeeze.default",
-        "expand.default",
-        "slice.Tensor",
-        "select.int",
-        "split.Tensor",
-        "chunk.default",
-        "alias.default",
-        "t.default",
-        "flatten.using_ints",
-        "unbind.int",
-        "split_with_sizes.default",
-        "detach.default",
-        "unflatten.int",
-        "narrow.default",
-        "view_as.default",
-    ]
-)
+def may_alias(op: Op, dtype: str) -> bool:
+    """Whether a result may share memory with the first operand, of `dtype`: PyTorch's schema says so."""
+    if op.target == CONSTANT or (op.target.startswith("aten.to.") and op.results[0].dtype != dtype):
+        return False
+    if op.target == "aten.broadcast_tensors.default":  # the one that does not say so
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(op).returns)
 
 
 def functional(graph: Graph) -> Graph:
@@ -394,9 +416,11 @@ def functional(graph: Graph) -> Graph:
     ops: list[Op] = []
     for op in graph.ops:
         op = map_op(op, lambda a: Ref(newest.get(a.name, a.name)) if isinstance(a, Ref) else a)
-        if op.target in VIEWS:
+        if op.operands and may_alias(op, graph.values[op.operands[0]].dtype):
             aliased.update(op.operands, (v.name for v in op.results))
-        if mutates(op) and op.operands[0] not in buffers:
+        if mutates(op) and op.operands[0] in buffers:
+            newest[op.name] = op.operands[0]
+        elif mutates(op):
             first = op.operands[0]
             if first in aliased or first in inputs:
                 what = "an input of the model" if first in inputs else "a tensor that shares memory with a view"
@@ -411,8 +435,8 @@ def functional(graph: Graph) -> Graph:
 class _Reader:
     """Turns call_function nodes into Ops; `getitem` nodes name the results of the node that they index."""
 
-    def __init__(self, value_of: dict[str, str], values: dict[str, Value]) -> None:
-        self.value_of, self.values = value_of, values
+    def __init__(self, value_of: dict[str, str], values: dict[str, Value], taken: set[str]) -> None:
+        self.value_of, self.values, self.taken = value_of, values, taken
         self.ops: list[Op] = []
 
     def read(self, node: Node) -> None:
@@ -428,6 +452,12 @@ class _Reader:
             raise CaptureError(f"{where(node)}: {target} returns no tensor")
         if fake is None:
             return
+        try:
+            self.record(node, target, fake)
+        except CaptureError as error:
+            raise CaptureError(f"{where(node) or 'the loss'}: {target.split('.')[1]}: {error}") from None
+
+    def record(self, node: Node, target: str, fake: Any) -> None:
         args = tuple(self.arg(a) for a in node.args)
         kwargs = tuple((k, self.arg(a)) for k, a in node.kwargs.items())
         reads = [self.values[name] for name in refs((*args, *(a for _, a in kwargs)))]
@@ -436,21 +466,37 @@ class _Reader:
         names = {user.args[1]: user.name for user in node.users if "getitem" in str(user.target)}
         results = []
         for i, one in enumerate(fakes):
-            name = names.get(i, f"{node.name}_{i}") if isinstance(fake, (tuple, list)) else node.name
+            name = names.get(i) or _unused(f"{node.name}_{i}", self.taken) if isinstance(fake, (tuple, list)) else node.name
             dtype = str(one.dtype).removeprefix("torch.")
             results.append(_value(name, one, grad=grad and dtype in FLOATS))
         # several getitem nodes of one index read the same result
         for user in node.users:
             if "getitem" in str(user.target):
                 self.value_of[user.name] = names[user.args[1]]
+        if target == FUNCTIONAL_BATCH_NORM:  # the form that writes its running statistics itself has a gradient
+            for statistic, new in zip(args[3:5], results[3:5], strict=True):
+                assert isinstance(statistic, Ref)
+                self.value_of[new.name] = statistic.name
+            target, args, results = "aten.batch_norm.default", (*args, False), results[:1]
         self.values |= {v.name: v for v in results}
         self.ops.append(Op(target, args, kwargs, tuple(results), module_path(node), where(node)))
+
+    def store(self, changed: str, buffer: Value) -> None:
+        """A buffer takes its new value at the end (torch's functionalization has put the write off)."""
+        new = self.value_of.get(changed, changed)
+        if new != buffer.name:
+            stored = replace(buffer, name=f"{buffer.name}_stored")
+            self.ops.append(Op("aten.copy_.default", (Ref(buffer.name), Ref(new)), (), (stored,)))
 
     def arg(self, arg: Any) -> Arg:
         if isinstance(arg, Node):
             fake = arg.meta.get("val")
             if isinstance(fake, torch.SymInt):
                 return _size(fake)
+            if isinstance(fake, (torch.SymFloat, torch.SymBool)):
+                raise CaptureError(
+                    f"it computes with the number {fake}, which is not known before the step; keep it a tensor"
+                )
             if isinstance(fake, (int, float, bool)):
                 return fake
             return Ref(self.value_of.get(arg.name, arg.name))

@@ -10,14 +10,24 @@ import torch
 from passes.graph import CONSTANT, Arg, Atom, Graph, Op, Ref, Rows
 
 
+def overload(op: Op) -> Any:
+    """The ATen overload that an operator calls."""
+    found: Any = torch.ops
+    for part in op.target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def schema(op: Op) -> torch.FunctionSchema:
+    """PyTorch's own declaration of an operator: its arguments and results."""
+    declared: torch.FunctionSchema = overload(op)._schema
+    return declared
+
+
 def call(op: Op, tensors: Mapping[str, torch.Tensor], rows: int = 1, device: str = "cpu") -> tuple[torch.Tensor, ...]:
     """The results of one operator on real (or fake) tensors; `rows` is the global batch."""
     if op.target == CONSTANT:
         return (torch.tensor(op.args[0], dtype=getattr(torch, op.results[0].dtype), device=device),)
-    overload: Any = torch.ops
-    for part in op.target.split("."):
-        overload = getattr(overload, part)
-
     def value(arg: Arg) -> Any:
         if isinstance(arg, Ref):
             return tensors[arg.name]
@@ -29,7 +39,7 @@ def call(op: Op, tensors: Mapping[str, torch.Tensor], rows: int = 1, device: str
             return [value(inner) for inner in arg]
         return arg
 
-    out = overload(*map(value, op.args), **{k: value(a) for k, a in op.kwargs})
+    out = overload(op)(*map(value, op.args), **{k: value(a) for k, a in op.kwargs})
     return (out,) if isinstance(out, torch.Tensor) else tuple(out)
 
 

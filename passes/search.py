@@ -17,15 +17,18 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from costmodels.errors import BadInput, NoPlanFits
+from costmodels.memory import static_bytes
 from passes.emit import emit
+from passes.graph import Op
 from passes.memory import StepBytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
 from passes.price import Axis
 from passes.rehearse import Rehearsal, rehearse
 from passes.sharding import Sharding, Terms, held_bytes, least_seconds, shard
-from passes.step import Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
+from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
 
 GIB = 2**30
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
@@ -242,10 +245,34 @@ class Search:
         return Axis.of(self.problem.cluster, "tp", pair.tp, 1)
 
     def hopeless(self, pair: Pair) -> bool:
-        """Whether even the inputs of the layers, cut as finely as can be, fill the memory."""
-        program = self.problem.program.at(pair.microbatch)
+        """Whether no sharding and no ZeRO stage can fit: all is cut over tp, every layer is recomputed.
+
+        Then a rank still holds its share of the states, the inputs of every layer, and the operands and results of
+        the largest operator.
+        """
+        problem, program = self.problem, self.problem.program.at(pair.microbatch)
+        elements = sum(prod(p.value.sizes) for _, p in program.all_parameters() if not p.buffer) // pair.tp
+        states = min(
+            static_bytes(
+                elements,
+                zero_stage=stage,
+                shard_group=size,
+                largest_group=0,
+                optimizer_state_factor=OPTIMIZERS[problem.optimizer][0],
+                compute_bytes=problem.compute_bytes,
+                accumulates=False,
+            ).total
+            for stage, size in groups(problem, pair)
+        )
         kept = sum(v.bytes * len(b.paths) for b in program.blocks for v in b.inputs if v.grad)
-        return kept / pair.tp > self.limit
+        regions = [(program.values, [s for s in program.body if isinstance(s, Op)])]
+        regions += [(b.values, list(b.ops)) for b in program.blocks]
+        largest = max(
+            sum(values[n].bytes for n in set(op.operands)) + sum(v.bytes for v in op.results)
+            for values, ops in regions
+            for op in ops
+        )
+        return states + (kept + largest) / pair.tp > self.limit
 
     def least(self, pair: Pair) -> float:
         """A step of the pair cannot be faster: the fastest strategy of every operator, no communication."""

@@ -134,7 +134,7 @@ def shard(
     `rows` says how the rows of the batch lie in each value: splitting them is the data-parallel axis' business, so
     the strategies that would are left out here. Matrix work that can be split is never repeated.
     """
-    return _Programme(program, axis, terms, rows or {}).solve(seconds_limit)
+    return _Programme(program, axis, terms, rows or {}).with_tensors().solve(seconds_limit)
 
 
 def least_seconds(program: Blocked, axis: Axis, rows: Mapping[str, S]) -> float:
@@ -146,7 +146,7 @@ def least_seconds(program: Blocked, axis: Axis, rows: Mapping[str, S]) -> float:
 
 def held_bytes(program: Blocked, axis: Axis, terms: Terms, rows: Mapping[str, S], sharding: Sharding) -> float:
     """What the memory constraint counts for a sharding under `terms`."""
-    return _Programme(program, axis, terms, rows).held_bytes(sharding.chosen)
+    return _Programme(program, axis, terms, rows).with_tensors().held_bytes(sharding.chosen)
 
 
 def carried(program: Blocked) -> frozenset[tuple[int, int, int]]:
@@ -183,7 +183,6 @@ class _Programme:
         self.tensors: list[_Tensor] = []
         self.carried = carried(program)
         self.make_nodes()
-        self.make_tensors()
 
     # -- what there is to decide -----------------------------------------------------------------------------------
 
@@ -249,6 +248,10 @@ class _Programme:
         return (*whole, *sorted(cuts))
 
     # -- what moves between decisions ------------------------------------------------------------------------------
+
+    def with_tensors(self) -> _Programme:
+        self.make_tensors()
+        return self
 
     def make_tensors(self) -> None:
         program = self.program

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
+from torch import nn
 
 from autopar.cli import main, parse_fix
 from autopar.report import render
+from autopar.verify import Difference, Step, Verification, without_dropout
 from costmodels.errors import AutoparError, BadInput, CaptureError, NoPlanFits
-from passes.plan import FIX_KEYS, Plan
+from passes.plan import FIX_KEYS, Mesh, ModelInfo, Plan
 from test_report import mlp_plan
 
 ROOT = Path(__file__).parent.parent
@@ -297,6 +300,72 @@ def test_plan_that_belongs_to_something_else_is_refused(
     saved.write_text(yaml.safe_dump(values))
     code, _, err = run("generate", "plan.yaml", "--out", "out")
     assert code == 2 and said in err and files() == ["model.py", "plan.yaml"]
+
+
+# verify
+
+
+def test_verification_tells_the_worst_difference_and_where() -> None:
+    steps = (
+        Step(1.0, 1.0, Difference(1e-7, "a.weight"), Difference(1e-8, "a.weight")),
+        Step(0.5, 0.5, Difference(3e-5, "b.weight"), Difference(1e-8, "a.weight")),
+    )
+    good, bad = Verification("out: dp 2", steps[:1], ()), Verification("out: dp 2", steps, ())
+    assert good.passed and good.text.endswith("passed: the bound is 1e-05\n")
+    assert not bad.passed and bad.text.endswith("FAILED: the bound is 1e-05\n")
+    assert "gradients 3.0e-05 (b.weight), weights 1.0e-08" in bad.text
+    assert not Verification("", steps[:1], ("c.weight",)).passed
+    assert not Verification("", (Step(float("nan"), 1.0, Difference(), Difference()),), ()).passed
+
+
+def test_verify_exits_with_1_where_the_program_differs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = Verification("out: dp 2", (Step(1.0, 2.0, Difference(), Difference()),), ())
+    monkeypatch.setattr("autopar.verify.verify", lambda folder, **options: wrong)
+    assert run("verify", str(tmp_path)) == (1, wrong.text, "")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"mesh": Mesh(dp=16)}, "the plan is for 16 devices: verify runs up to 8 processes"),
+        ({"model": ModelInfo("Huge", 10**12, 10**12, "")}, "Huge has 1,000,000,000,000 parameters"),
+        ({"request": replace(mlp_plan().request, target="")}, "the plan was made in Python"),
+    ],
+)
+def test_program_that_cannot_run_here_is_not_started(
+    change: dict[str, Any], said: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.yaml").write_text(replace(mlp_plan(), **change).to_yaml())
+    (tmp_path / "program.py").touch()
+    code, _, err = run("verify", str(tmp_path))
+    assert code == 2 and err.startswith("autopar: ") and said in err
+
+
+def test_dropout_is_off_inside_and_back_afterwards() -> None:
+    x = torch.ones(2, 3, 4, 8)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.9, batch_first=True)
+    with without_dropout():
+        assert torch.equal(F.dropout(x, 0.9), x)
+        assert torch.equal(nn.Dropout(0.9)(x), x)
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x, None, 0.9, is_causal=True), x)
+        assert torch.equal(layer(x[0]), layer(x[0]))
+    assert not torch.equal(F.dropout(x, 0.9), x)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_plan_and_verify_of_an_example(run: Run, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    target = str(ROOT / "examples" / "mlp.py") + ":small"
+    code, _, err = run("plan", target, *f"--cluster cpu:2 --precision fp32 --fix tp=2 --out {out}".split())
+    assert code == 0, err
+    code, said, err = run("verify", out, "--steps", "2")
+    assert code == 0 and "passed" in said, err
+    program = Path(out) / "program.py"
+    program.write_text(program.read_text().replace("F.gelu(", "0.9 * F.gelu("))
+    assert run("verify", out, "--steps", "2")[0] == 1
 
 
 # The rest

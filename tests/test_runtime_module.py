@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.runtime import I, Input, Layout, P, Program, R, S, ShardedModule, Trainer, init, main, mesh, recompute
+from autopar.runtime.module import Randomness, randomness
 
 # Layouts
 
@@ -206,6 +207,23 @@ def test_a_recomputed_block_draws_the_same_masks(gloo):
         second = [*twice[3:1:-1], *twice[7:5:-1], *twice[11:9:-1], *twice[15:13:-1]]
         assert first == second == drawn
     assert all(torch.equal(kept[0][1][name], value) for name, value in recomputed[0][1].items())
+
+
+def recompute_later():
+    init({"dp": 1, "tp": 1}, "cpu")
+    seen = []
+    block = Noise(seen)
+    nn.init.ones_(block.norm.weight)
+    with randomness(Randomness(microbatch=0)):
+        y = recompute(block, torch.ones(64))
+    with randomness(Randomness(microbatch=1)):
+        y.sum().backward()
+        block(torch.ones(64))
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_a_block_recomputed_during_another_microbatch_draws_its_own_masks(gloo):
+    gloo.run(1, recompute_later)
 
 
 # The command line

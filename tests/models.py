@@ -1,0 +1,389 @@
+"""Tiny models of the families that people train, how one process trains them, and the plans that tests make for them.
+
+A `Case` is a model with its batches: `build()` makes it from a seed, `batch(step)` gives a global batch of 12 rows
+with unequal numbers of valid targets, the same in every process. Nothing random runs inside the models, unless a test
+asks for dropout. `planned` is the compiler itself; a model is captured once for all plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS, SEQ = 12, 16
+IGNORED = -100
+# Valid targets per row. Cut in three, the second part has 18 of 99; cut in four, the second part has none at all.
+VALID = (1, 15, 7, 0, 0, 0, 15, 3, 15, 15, 15, 15)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches, and the loss function where the model has no loss of its own."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+
+    def build(self) -> nn.Module:
+        """The model in training mode, the same weights in every process."""
+        torch.manual_seed(0)
+        model = self.make().train()
+        # LayerNorm and biases as they are initialised hide what goes wrong with them
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() < 2 and not parameter.is_meta:
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        return model
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self.build().state_dict().items()}
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the whole batch on one process."""
+        if self.loss_fn is not None:
+            return self.loss_fn(model(*inputs_of(batch)), batch)
+        return model(**batch)["loss"] if isinstance(batch, dict) else model(*batch)[1]
+
+
+def inputs_of(batch: Any) -> tuple[Tensor, ...]:
+    """What goes into forward where a loss function takes the rest."""
+    return (batch["x"],) if isinstance(batch, dict) else batch[:1]
+
+
+def generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + step)
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def tokens(vocabulary: int, step: int) -> dict[str, Tensor]:
+    """A causal language model's batch; the model shifts the labels, so the first one is no target."""
+    ids = torch.randint(1, vocabulary, (ROWS, SEQ), generator=generator(step))
+    labels = ids.clone()
+    for row, valid in enumerate(VALID):
+        labels[row, 1 + valid :] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def positional(vocabulary: int, step: int) -> tuple[Tensor, Tensor]:
+    """ids and next ids, as nanoGPT takes them."""
+    ids = torch.randint(0, vocabulary, (ROWS, SEQ + 1), generator=generator(step))
+    targets = ids[:, 1:].clone()
+    for row, valid in enumerate(VALID):
+        targets[row, valid:] = IGNORED
+    return ids[:, :-1].clone(), targets
+
+
+def regression(step: int) -> dict[str, Tensor]:
+    g = generator(step)
+    return {"x": torch.randn(ROWS, 24, generator=g), "y": torch.randn(ROWS, 8, generator=g)}
+
+
+def masked(step: int) -> dict[str, Tensor]:
+    """Masked language modelling: every label is a target or ignored, and rows end in padding."""
+    g = generator(step)
+    ids = torch.randint(1, 256, (ROWS, SEQ), generator=g)
+    labels, mask = ids.clone(), torch.ones(ROWS, SEQ, dtype=torch.int64)
+    for row, valid in enumerate(VALID):
+        labels[row, valid:] = IGNORED
+        mask[row, SEQ - row % 5 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def images(step: int) -> dict[str, Tensor]:
+    g = generator(step)
+    return {
+        "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=g),
+        "labels": torch.randint(0, 10, (ROWS,), generator=g),
+    }
+
+
+def translation(step: int) -> dict[str, Tensor]:
+    g = generator(step)
+    labels = torch.randint(2, 250, (ROWS, 8), generator=g)
+    for row, valid in enumerate(VALID):
+        labels[row, 1 + valid // 2 :] = IGNORED
+    return {"input_ids": torch.randint(2, 250, (ROWS, SEQ), generator=g), "labels": labels}
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def gpt2(**more: Any) -> nn.Module:
+    """Tied embeddings, fused QKV, a vocabulary that nothing divides."""
+    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    size = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 257, "use_cache": False}
+    import transformers  # here: takes seconds, and most ranks need none of it
+
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(size | still | more)))
+
+
+def llama(**more: Any) -> nn.Module:
+    """Grouped-query attention, RMSNorm, SwiGLU, rotary tables."""
+    size = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64, "use_cache": False,
+    }  # fmt: skip
+    import transformers
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(size | more)))
+
+
+def bert() -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=256,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def vit() -> nn.Module:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=16, patch_size=4,
+        num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def t5() -> nn.Module:
+    import transformers
+
+    config = transformers.T5Config(
+        d_model=48, d_ff=96, d_kv=12, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=257,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one matrix for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.resid = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.c_attn(x).split(c, dim=2)
+        q, k, v = (one.view(b, t, self.heads, c // self.heads).transpose(1, 2) for one in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )  # [b, heads, t, c / heads]
+        return self.resid(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT as it is written by hand: tied embedding and head, fused QKV, the loss in forward."""
+
+    def __init__(self, vocabulary: int = 257, width: int = 48, heads: int = 4, layers: int = 2, dropout: float = 0.0):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(32, width)
+        self.drop = nn.Dropout(dropout)
+        self.h = nn.ModuleList([Layer(width, heads, dropout) for _ in range(layers)])
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.wte.weight = self.lm_head.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 * math.sqrt(layers))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device)))
+        for layer in self.h:
+            x = layer(x)
+        logits = self.lm_head(self.ln_f(x))
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index=IGNORED)
+        return logits, loss
+
+
+class MLP(nn.Module):
+    """A regression; neither width is a multiple of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(24, 98), nn.Linear(98, 50), nn.Linear(50, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.mid(F.gelu(self.up(x)))))
+
+
+def squared_error(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch["y"] if isinstance(batch, dict) else batch[1])
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("gpt2", gpt2, lambda step: tokens(257, step)),
+        Case("llama", llama, lambda step: tokens(256, step)),
+        Case("nanogpt", NanoGPT, lambda step: positional(257, step)),
+        Case("mlp", MLP, regression, squared_error),
+        Case("bert", bert, masked),
+        Case("vit", vit, images),
+        Case("t5", t5, translation),
+    )
+}
+
+
+# -- what one process trains ------------------------------------------------------------------------------------------
+
+STEPS = 20
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    # a gradient that is zero but for rounding (of a key's bias) is no update
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training shows of itself: losses, gradients of the first and the last step, and the weights after it."""
+
+    losses: tuple[float, ...]
+    first: Mapping[str, Tensor]
+    last: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+
+@cache
+def reference(case: Case, optimizer: str, steps: int = STEPS) -> Training:
+    """The training of the user's model by a plain loop. Tied weights come under every name."""
+    model = case.build()
+    own = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
+    losses, gradients = [], []
+    for step in range(steps):
+        own.zero_grad()
+        loss = case.loss(model, case.batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        if step in (0, steps - 1):
+            named = model.named_parameters(remove_duplicate=False)
+            gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        own.step()
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return Training(tuple(losses), gradients[0], gradients[-1], weights)
+
+
+RELATIVE, ABSOLUTE = 1e-5, 1e-6  # of the norm, and root mean square
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """How far a tensor is from what it should be, in units of what is allowed: over 1 is wrong."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, f"{found.shape} {found.dtype}"
+    a, b = found.double(), wanted.double()
+    allowed = RELATIVE * b.norm() + ABSOLUTE * math.sqrt(max(1, b.numel()))
+    value = ((a - b).norm() / allowed).item()
+    return math.inf if math.isnan(value) else value
+
+
+def differences(found: Training, wanted: Training) -> dict[str, tuple[float, str]]:
+    """The worst `off` of losses, gradients and weights, and where it is."""
+    worst = {}
+    losses = [
+        abs(a - b) / (RELATIVE * abs(b)) if math.isfinite(a) else math.inf
+        for a, b in zip(found.losses, wanted.losses, strict=True)
+    ]
+    worst["loss"] = max((value, f"step {step}") for step, value in enumerate(losses))
+    for what in ("first", "last", "weights"):
+        a, b = getattr(found, what), getattr(wanted, what)
+        worst[what] = max((off(a[name], b[name]), name) for name in sorted(a.keys() & b.keys()))
+    return worst
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def pins(fix: str) -> dict[str, str]:
+    return dict(pin.split("=") for pin in fix.split(",")) if fix else {}
+
+
+def ranks(fix: str) -> int:
+    """How many processes a plan takes that is pinned so."""
+    return math.prod(int(value) for key, value in pins(fix).items() if key in ("dp", "tp"))
+
+
+@cache
+def prepared(case: Case, precision: str = "fp32") -> Any:
+    """The compiler's state where what is left depends on the cluster and the pins."""
+    from costmodels.cluster import Cluster
+    from passes.pipeline import PIPELINE, SEARCH
+    from passes.state import State, Task, run
+
+    before = PIPELINE[: PIPELINE.index(SEARCH)]
+    task = Task(case.build(), case.batch(0), case.loss_fn, Cluster.preset("cpu:1"), ROWS, precision, "adamw", {})
+    return run(before, State(task, lambda text: None, lambda: False))
+
+
+@cache
+def planned(case: Case, fix: str, world: int = 0, limit_bytes: int = 0, precision: str = "fp32") -> Any:
+    """The compiler's last state: plan, lowered program, text. `world` ranks, or as many as the pins take."""
+    from costmodels.cluster import Cluster
+    from passes.pipeline import PIPELINE, SEARCH
+    from passes.state import run
+
+    cluster = Cluster.preset(f"cpu:{world or ranks(fix)}")
+    if limit_bytes:
+        cluster = cluster.with_memory_limit(limit_bytes)
+    state = prepared(case, precision)
+    task = replace(state.task, cluster=cluster, fix=pins(fix))
+    return run(PIPELINE[PIPELINE.index(SEARCH) :], replace(state, task=task))
+
+
+def buffers(state: Any) -> dict[str, Tensor]:
+    """What a program needs beside the weights."""
+    from autopar.weights import full_buffers
+
+    return full_buffers(state.task.model) | dict(state.captured.constants)
+
+
+def trained(name: str, text: str, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: tuple[str, ...], steps: int) -> list[Any]:
+    """On every rank: the program trained from these weights, by each optimizer. Tensors on rank 0 alone."""
+    from autopar.job import load_program
+    from autopar.runtime import Trainer
+
+    found = []
+    for optimizer in optimizers:
+        trainer = Trainer(load_program(text), OPTIMIZERS[optimizer], "cpu")
+        trainer.load_state_dict(weights)
+        trainer.load_buffers(held)
+        losses, gradients = [], []
+        for step in range(steps):
+            batch = CASES[name].batch(step)
+            if step in (0, steps - 1):
+                trainer.backward(batch)
+                gradients.append(trainer.full_gradients())
+            losses.append(trainer.step(batch))
+        found.append(Training(tuple(losses), gradients[0], gradients[-1], trainer.state_dict()))
+    return found
