@@ -1,22 +1,33 @@
-"""Bytes that a training step holds besides its activations.
+"""Bytes that a training step holds besides its activations, moment by moment.
 
-N elements of parameters on this rank (after tensor, pipeline and expert parallelism), n ranks share them under
-ZeRO, P elements in the largest group that is gathered at once, c bytes of the compute dtype, K optimizer states:
+N elements of parameters on this rank (after tensor, pipeline and expert parallelism), in units that are gathered and
+reduced together; n ranks share them under ZeRO; c bytes of the compute dtype; K optimizer states. At rest:
 
-    stage  parameters        gradients            optimizer  transients
-    0      4 N (+ c N)       4 N                  4 K N      c P
-    1      4 N/n + c N       4 N (2: if no        4 K N/n    c P + 4 P + 4 P/n
-                             accumulation)
-    2      4 N/n + c N       4 N/n                4 K N/n    c P + 4 P + 4 P/n
-    3      4 N/n             4 N/n                4 K N/n    the same + c P + c P'
+    stage  parameters   gradients   optimizer
+    0      4 N          4 N         4 K N
+    1-3    4 N/n        4 N/n       4 K N/n
 
-Master parameters, reduction and states are fp32. c N in stage 0 is the copy that a lower compute dtype needs.
-Transients (torch/distributed/fsdp/_fully_shard, torch 2.13): fresh gradients of one group, the flat input of its
-reduce-scatter, its output; in stage 3 also the unsharded parameters of the current group and the gathered ones of
-the prefetched group P'. With n = 1 nothing is sharded, whatever the stage.
+Master parameters, reduction and states are fp32. What comes and goes depends on the engine:
+
+    plain       Gradients appear unit by unit in the backward pass; with several microbatches they are there before.
+    buckets     DistributedDataParallel's buckets hold the gradients from its construction on. Gradients that wait for
+                the last microbatch are kept beside them until they are copied in.
+    shards      fully_shard (torch 2.13), for a unit of P elements:
+                  forward    the flat buffer of the gather, c P, beside the one before; then the whole parameters, c P.
+                             The buffer goes when the next unit's arrives.
+                  backward   in stage 3 parameters are gathered again, and the unit after that while this one computes
+                  reduce     fresh gradients c P and their flat copy 4 P, then 4 P/n. The copy goes when the next
+                             unit is reduced.
+                Stages 1 and 2 keep whole parameters from the first forward to the last backward; with several
+                microbatches stage 1 keeps whole gradients, 4 N. The root unit is whole from beginning to end.
+                Parameters are padded so that n divides their first dim. With n = 1 nothing is gathered: c P is a copy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from costmodels.devices import Device
 
@@ -25,70 +36,134 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """What one rank holds whatever the batch, at the fullest moment of a step."""
+    """What one rank holds of its parameters at one moment of a step."""
 
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int  # transients of gathering and reducing
+    buffers: int  # of gathering and reducing
 
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-def static_bytes(
-    parameters: int,
-    *,
-    zero_stage: int,
-    shard_group: int,
-    largest_group: int,
-    optimizer_state_factor: int,
-    compute_bytes: int,
-    trainable: int | None = None,
-    prefetched_group: int | None = None,
-    accumulates: bool = True,
-) -> StaticBytes:
-    """The bytes of `parameters` elements on one rank, by the table above.
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together: elements on one rank, padded to what the group cuts."""
 
-    optimizer_state_factor: fp32 states per parameter: AdamW 2, SGD with momentum 1, SGD 0.
-    trainable: elements that get gradients and states (default: all).
-    prefetched_group: elements of the largest group beside the largest (default: as large).
-    accumulates: whether gradients wait for further microbatches (matters in stage 1).
+    elements: int
+    trained: int
+
+
+class Kind(Enum):
+    """Which engine trains over the data-parallel axis."""
+
+    PLAIN = "plain"
+    BUCKETS = "buckets"
+    SHARDS = "shards"
+
+
+class Engine:
+    """What is held, moment by moment, from the forward of the last microbatch of a step to the optimizer.
+
+    The caller plays the pass: `forward` and `backward` of units, the root (the last unit) around them all. Each yields
+    the moments on its way; after it the unit computes.
     """
-    assert zero_stage in (0, 1, 2, 3), f"ZeRO stage {zero_stage}"
-    assert 0 <= largest_group <= parameters, f"group of {largest_group} in {parameters} elements"
-    assert shard_group >= 1, f"shard group of {shard_group}"
-    trained = parameters if trainable is None else trainable
-    prefetched = largest_group if prefetched_group is None else prefetched_group
-    trained_group = min(largest_group, trained)
-    stage = 0 if shard_group == 1 else zero_stage
 
-    if stage == 0:
-        copied = compute_bytes != FP32_BYTES
+    def __init__(
+        self, units: Sequence[Unit], kind: Kind, *, stage: int, ranks: int, compute_bytes: int, states: int, several: bool,
+        copies: bool = False,
+    ) -> None:  # fmt: skip
+        self.units, self.kind, self.stage, self.ranks = units, kind, stage, ranks
+        self.compute_bytes, self.several, self.copies = compute_bytes, several, copies
+        shard = ranks if kind is Kind.SHARDS else 1
+        elements, trained = sum(u.elements for u in units), sum(u.trained for u in units)
+        self.parameters = FP32_BYTES * elements // shard
+        self.optimizer = FP32_BYTES * states * trained // shard
+        self.gathering = self.prefetched = self.reducing = 0
+        self.whole = 0  # parameters that are gathered
+        self.fresh = 0  # gradients of the root that are complete; the caller's to set
+        if kind is Kind.PLAIN:
+            self.gradients = FP32_BYTES * trained * several
+        elif kind is Kind.BUCKETS:
+            self.gradients = FP32_BYTES * trained * (2 if several else 1)
+        else:
+            self.gradients = FP32_BYTES * trained * several // (1 if stage == 1 else shard)
+            if several and stage < 3:
+                self.whole = compute_bytes * elements
+
+    @property
+    def passing(self) -> bool:
+        """Whether a gradient is added to what is there already and freed, as soon as it is complete."""
+        if self.kind is Kind.SHARDS:
+            return self.stage == 1 and self.several and self.compute_bytes == FP32_BYTES
+        return self.kind is Kind.BUCKETS or self.several
+
+    def now(self) -> StaticBytes:
         return StaticBytes(
-            parameters=(FP32_BYTES + compute_bytes * copied) * parameters,
-            gradients=FP32_BYTES * trained,
-            optimizer=FP32_BYTES * optimizer_state_factor * trained,
-            buffers=compute_bytes * copied * trained_group,
+            self.parameters + self.whole,
+            self.gradients + self.fresh,
+            self.optimizer,
+            self.gathering + self.prefetched + self.reducing,
         )
 
-    at_rest = FP32_BYTES * _shard(parameters, shard_group)
-    unsharded = compute_bytes * parameters if stage < 3 else 0
-    whole_gradients = stage == 1 and accumulates
-    reducing = (compute_bytes + FP32_BYTES) * trained_group + FP32_BYTES * _shard(trained_group, shard_group)
-    gathering = compute_bytes * (largest_group + prefetched) if stage == 3 else 0
-    return StaticBytes(
-        parameters=at_rest + unsharded,
-        gradients=FP32_BYTES * (trained if whole_gradients else _shard(trained, shard_group)),
-        optimizer=FP32_BYTES * optimizer_state_factor * _shard(trained, shard_group),
-        buffers=reducing + gathering,
-    )
+    def forward(self, unit: Unit) -> Iterator[None]:
+        """The moments before a unit computes."""
+        if self.kind is Kind.SHARDS and (self.stage == 3 or not self.several):
+            flat = self.flat(unit)
+            before, self.gathering = self.gathering, self.gathering + flat
+            yield
+            self.gathering -= before
+            self.whole += self.compute_bytes * unit.elements
 
+    def after_forward(self, unit: Unit) -> None:
+        if self.kind is Kind.SHARDS and self.stage == 3:
+            self.whole -= self.compute_bytes * unit.elements
 
-def _shard(elements: int, ranks: int) -> int:
-    """The largest shard: rank 0 holds what does not divide."""
-    return -(-elements // ranks)
+    def head(self, last: Unit | None) -> None:
+        """The loss is there: the root's backward begins, and gathers the last unit's parameters meanwhile."""
+        self.gathering = 0
+        self.prefetch(last)
+
+    def prefetch(self, unit: Unit | None) -> None:
+        again = self.kind is Kind.SHARDS and self.stage == 3 and unit is not None
+        self.prefetched = self.flat(unit) if again and unit is not None else 0
+
+    def backward(self, unit: Unit, following: Unit | None) -> Iterator[None]:
+        """The moments before the backward of a unit computes; `following` is the unit whose backward comes next."""
+        if self.kind is Kind.SHARDS and self.stage == 3:
+            self.whole += self.compute_bytes * unit.elements
+            yield
+            self.prefetch(following)
+
+    def after_backward(self, unit: Unit) -> Iterator[None]:
+        """The moments of the reduction of a unit."""
+        grown = FP32_BYTES * unit.trained
+        if self.kind is Kind.PLAIN:
+            self.gradients += 0 if self.several else grown
+        elif self.kind is Kind.BUCKETS:
+            self.gradients -= grown if self.several else 0
+        else:
+            self.whole -= self.compute_bytes * unit.elements
+            fresh = 0 if self.stage == 1 and self.several else self.compute_bytes * unit.trained
+            self.reducing = grown + fresh
+            yield
+            self.reducing = grown * (1 + self.copies)
+            if self.stage == 1 and self.several:
+                self.gradients -= grown
+            self.gradients += grown // self.ranks
+            yield
+            self.reducing = grown
+            if self.stage > 1 and self.several:  # added to what was there
+                self.gradients -= grown // self.ranks
+
+    def rest(self) -> None:
+        """The backward pass is over."""
+        self.gathering = self.prefetched = self.reducing = 0
+
+    def flat(self, unit: Unit) -> int:
+        return self.compute_bytes * unit.elements if self.ranks > 1 else 0
 
 
 def outside_allocator_bytes(device: Device, communicators: int) -> int:

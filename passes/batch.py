@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TypeAlias
 
 from passes.graph import Graph, Op, Ref, Size, Value, mutates
+from passes.normalize import counted_rows
 from passes.placements import S
 from passes.rules import rule_of
 from passes.rules.base import Factor, Site, block_counts
 
-TRIAL_ROWS = 14  # any batch with divisors; shapes only
+TRIAL_ROWS = 101  # a prime that no other size has as a factor tells the rows from everything else; shapes only
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ def batch_info(graph: Graph, row_inputs: frozenset[str]) -> BatchInfo:
     spread |= {p.value.name: None for p in trial.parameters}
     trained = {p.value.name for p in trial.parameters}
     normalizers: list[str] = []
+    for op in graph.ops:
+        if any(counted_rows(op)):
+            return BatchInfo(spread, (), f"{_where(op)} computes with a number of rows that is no multiple of the batch")
+        if mutates(op):
+            return BatchInfo(spread, (), f"{_where(op)} changes a buffer, once per step and not once per microbatch")
     for op in trial.ops:
         if any(name in trained for name in op.operands):
             trained.update(v.name for v in op.results)
@@ -94,12 +101,15 @@ def _looked_up(op: Op, graph: Graph, lying: list[Spread]) -> Spread:
     if not isinstance(source, S) or source.blocks != 1 or used != list(range(used[0], used[-1] + 1)):
         return None
     rows = spreads.get(source.dim)
-    if not isinstance(rows, RowNumber) or any(s is not None for d, s in spreads.items() if d != source.dim):
+    if not isinstance(rows, RowNumber):
         return None
-    ranks = [len(graph.values[index.name].shape) for index in indices if isinstance(index, Ref)]
-    own = indices[source.dim]
-    assert isinstance(own, Ref)
-    return S(used[0] + max(ranks) - len(graph.values[own.name].shape) + rows.dim)
+    ranks = {d: len(graph.values[index.name].shape) for d, index in enumerate(indices) if isinstance(index, Ref)}
+    place = max(ranks.values()) - ranks[source.dim] + rows.dim  # of the rows among the dims that indices make
+    for d, lies in spreads.items():
+        along = isinstance(lies, S) and lies.blocks == 1 and max(ranks.values()) - ranks[d] + lies.dim == place
+        if d != source.dim and lies is not None and not along:
+            return None
+    return S(used[0] + place)
 
 
 def _through(
@@ -120,7 +130,7 @@ def _through(
         out, whole, why = _through(op, symbolic, graph, lying)
         return (out and tuple(RowNumber(s.dim) if isinstance(s, S) else s for s in out)), whole, why
     rule = rule_of(op.target)
-    if rule is None or mutates(op):
+    if rule is None:
         return None, [], f"{_where(op)} mixes the rows of a batch, or has no rule that says it does not"
     site = Site(op, tuple(graph.values[name] for name in op.operands))
     for group in sorted(rule.linear(site), key=len, reverse=True):
@@ -138,12 +148,20 @@ def _through(
             cuts = [None if d is None else d.cut(blocks) for d in factor.operands]
             if cuts == lying:
                 out = tuple(Partial() if d is None else d.cut(blocks) for d in factor.results)
-                if all(o is not None for o in out):
+                if all(holds_rows(o, v) for o, v in zip(out, site.results, strict=True)):
                     return out, whole, ""
     return None, [], f"{_where(op)} mixes the rows of a batch"
 
 
-def _implied(factor: Factor, lying: list[Spread]) -> set[object]:
+def holds_rows(spread: Spread, value: Value) -> bool:
+    """Whether every block of a cut counts rows: in [10, rows] flattened, S(0, 10) does, and S(0) does not."""
+    if not isinstance(spread, S):
+        return spread is not None
+    size = value.sizes[spread.dim]
+    return size % spread.blocks == 0 and size // spread.blocks % TRIAL_ROWS == 0
+
+
+def _implied(factor: Factor, lying: list[Spread]) -> set[Fraction]:
     """The factor's block count that the operands' cuts imply."""
     return {
         s.blocks / d.scale for s, d in zip(lying, factor.operands, strict=True) if isinstance(s, S) and d is not None

@@ -98,8 +98,8 @@ def block(graph: Graph, classes: Mapping[str, str]) -> Blocked:
     """`classes` gives the Python class of each numbered child by module path."""
     layers = _layers(graph, classes)
     body: list[Statement] = []
-    found: dict[tuple[object, ...], list[_Layer]] = {}
-    order: list[tuple[object, ...]] = []
+    found: dict[tuple[str, tuple[object, ...]], list[_Layer]] = {}
+    order: list[tuple[str, tuple[object, ...]]] = []
     at: dict[int, _Layer] = {}
     inside: set[int] = set()
     for layer in layers:
@@ -109,11 +109,12 @@ def block(graph: Graph, classes: Mapping[str, str]) -> Blocked:
         found.setdefault(key, []).append(layer)
         at[layer.positions[0]] = layer
         inside.update(layer.positions)
-    blocks, named = [], defaultdict(int)
+    blocks: list[Block] = []
+    named: dict[str, int] = defaultdict(int)
     index = {key: i for i, key in enumerate(order)}
     for key in order:
         same = found[key]
-        kind = str(key[0])
+        kind = key[0]
         named[kind] += 1
         first = same[0]
         blocks.append(

@@ -28,11 +28,13 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from costmodels.errors import BadInput, CaptureError
-from passes.interpret import schema
 from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
+from passes.interpret import may_alias
 
 LARGEST_LITERAL = 64  # elements of a tensor made inside forward that is written into the program
 ROWS = 2  # the batch that is traced; a symbol stands for it (0 and 1 would be specialised by torch)
@@ -185,7 +187,8 @@ class _Step(nn.Module):
             is_float = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
             return leaf.to(self._dtype) if is_float and self._dtype != torch.float32 else leaf
 
-        output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
+        with contextlib.nullcontext() if self._dtype == torch.float32 else _OneDtype(self._dtype):
+            output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
         if self._loss_fn is not None:
             if isinstance(output, torch.Tensor) and self._dtype != torch.float32:
                 output = output.float()
@@ -201,6 +204,44 @@ class _Step(nn.Module):
                     f"{type(self.model).__name__} returns no scalar loss; pass loss_fn=, a function of (output, batch)"
                 )
         return (loss,)
+
+
+_PRODUCTS = frozenset(
+    ["linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d",
+     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
+     "multi_head_attention_forward"]
+)  # fmt: skip
+_NORMS = frozenset(["layer_norm", "rms_norm", "group_norm", "instance_norm", "prelu"])
+
+
+class _OneDtype(TorchFunctionMode):
+    """Where fp32 (a buffer of the user's) meets the low dtype, operators take one of them, as under autocast.
+
+    Products run in the low dtype. Norms run in that of their input, batch norm's weights in that of its statistics.
+    """
+
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self.low = low
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _PRODUCTS or name in _NORMS or name == "batch_norm":
+            floats = [t.dtype for t in tree_leaves((args, kwargs)) if self.is_float(t)]
+            if len(set(floats)) > 1:
+                first = floats[0] if name in _NORMS else self.low
+                if name == "batch_norm":
+                    args = (args[0], *tree_map(lambda t: self.cast(t, torch.float32), args[1:]))
+                    kwargs = tree_map(lambda t: self.cast(t, torch.float32), kwargs)
+                else:
+                    args, kwargs = tree_map(lambda t: self.cast(t, first), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def is_float(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.dtype in (self.low, torch.float32)
+
+    def cast(self, leaf: Any, dtype: torch.dtype) -> Any:
+        return leaf.to(dtype) if self.is_float(leaf) and leaf.dtype != dtype else leaf
 
 
 class _NoLoss(Exception):
@@ -393,15 +434,6 @@ def _size(size: int | torch.SymInt) -> int | Size:
 
 
 # -- no operator writes in place, buffers excepted ----------------------------------------------------------------
-
-def may_alias(op: Op, dtype: str) -> bool:
-    """Whether a result may share memory with the first operand, of `dtype`: PyTorch's schema says so."""
-    if op.target == CONSTANT or (op.target.startswith("aten.to.") and op.results[0].dtype != dtype):
-        return False
-    if op.target == "aten.broadcast_tensors.default":  # the one that does not say so
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(op).returns)
-
 
 def functional(graph: Graph) -> Graph:
     """In-place operators on activations become functional; later readers read the new value.

@@ -11,7 +11,7 @@ from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Z
 from passes.price import Axis
 from passes.search import Candidate, Found
 from passes.state import Task
-from passes.step import Variant
+from passes.step import Problem, Variant, dp_uses
 
 
 def headline(name: str, variant: Variant, task: Task) -> str:
@@ -63,12 +63,18 @@ def words(region: LocalRegion, variant: Variant) -> str:
     return "; ".join(parts) or "repeated on every tp rank"
 
 
-def collective_uses(variant: Variant, global_batch: int) -> tuple[CollectiveUse, ...]:
-    """Every tensor-parallel collective of a step with its cost, costliest first; dp as one line each."""
+def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, ...]:
+    """Every collective of a step with its cost, costliest first."""
     lowered = variant.settled.lowered
     axis = lowered.sharding.axis
-    m = variant.settled.pair.microbatches(global_batch)
-    uses: list[CollectiveUse] = []
+    m = variant.settled.pair.microbatches(problem.global_batch)
+    uses = [
+        CollectiveUse(
+            use.kind.value, use.axis.name, use.unit, use.full_bytes, use.per_pass * use.passes,
+            use.passes * use.seconds_per_pass,
+        )
+        for use in dp_uses(problem, variant)
+    ]  # fmt: skip
     if axis.ranks > 1:
         for region, count in lowered.regions():
             for statement in region.statements:
@@ -76,7 +82,7 @@ def collective_uses(variant: Variant, global_batch: int) -> tuple[CollectiveUse,
         if variant.settled.partial_bytes:
             size = variant.settled.partial_bytes
             uses.append(_use(axis, "all_reduce", "partial gradients", size, 1))
-    return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name))[:12])
+    return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name)))
 
 
 def _uses(statement: object, axis: Axis, count: int) -> list[CollectiveUse]:

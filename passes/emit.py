@@ -584,7 +584,7 @@ def _program(lowered: Lowered, emission: Emission) -> str:
     for spec in emission.inputs:
         shape = f"({', '.join(map(str, spec.shape))}{',' if len(spec.shape) == 1 else ''})"
         rows = "" if spec.rows else ", rows=False"
-        bounds = f", low={spec.low:g}, high={spec.high:g}"
+        bounds = f", low={spec.low:.0f}, high={spec.high:.0f}"
         lines.append(f'        Input("{spec.name}", {shape}, "{spec.dtype}"{rows}{bounds}),')
     lines.append("    ),")
     lines.append(f"    loss={lowered.loss_placement},")

@@ -24,6 +24,15 @@ def schema(op: Op) -> torch.FunctionSchema:
     return declared
 
 
+def may_alias(op: Op, dtype: str) -> bool:
+    """Whether a result may share memory with the first operand, of `dtype`: PyTorch's schema says so."""
+    if op.target == CONSTANT or (op.target.startswith("aten.to.") and op.results[0].dtype != dtype):
+        return False
+    if op.target == "aten.broadcast_tensors.default":  # the one that does not say so
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(op).returns)
+
+
 def call(op: Op, tensors: Mapping[str, torch.Tensor], rows: int = 1, device: str = "cpu") -> tuple[torch.Tensor, ...]:
     """The results of one operator on real (or fake) tensors; `rows` is the global batch."""
     if op.target == CONSTANT:

@@ -2,10 +2,12 @@
 
 Each rewrite preserves the meaning and is tested by running both graphs. Unknown patterns stay as they are.
 
-    no-ops                x.to(same dtype), x + 0, dropout(p=0), alias, contiguous   ->  x
+    no-ops                x.to(same dtype), x + 0, dropout(p=0), alias, cat([x])     ->  x
     constant masks        sdpa(q, k, v, mask that is the lower triangle)             ->  sdpa(q, k, v, is_causal=True)
     grouped queries       sdpa(q, repeat_kv(k), repeat_kv(v))                        ->  sdpa(q, k, v, enable_gqa=True)
+    writes into slices    slice_scatter(x, y, 1, 1, end)                             ->  cat((x[:, :1], y), 1)
     mean losses           cross_entropy(x, y, "mean")                                ->  cross_entropy(x, y, "sum") / count
+    row counts            x.sum() / x.shape[0]                                       ->  x.sum() / rows of the global batch
     loss precision        cross_entropy(bf16)                                        ->  cross_entropy(fp32)
 
 Sums over the rows of a batch can be split over ranks and microbatches; means cannot (their parts weigh differently).
@@ -20,8 +22,8 @@ from math import prod
 
 import torch
 
-from passes.graph import FLOATS, Arg, Atom, Graph, Op, Ref, Rows, Size, Value, map_op, mutates
-from passes.interpret import call
+from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Ref, Rows, Size, Value, map_op, mutates
+from passes.interpret import call, may_alias, schema
 
 LARGEST_MASK = 2**28  # elements of a constant mask that is looked at (1 byte each)
 
@@ -30,8 +32,10 @@ def normalize(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     """The rewritten graph, and notes for the user."""
     notes: list[str] = []
     graph = without_noops(graph)
+    graph = with_joined_slices(graph)
     graph = with_known_masks(graph, notes)
     graph = with_grouped_queries(graph)
+    graph = with_row_counts(graph)
     graph = with_summed_losses(graph)
     return without_dead_code(graph), tuple(notes)
 
@@ -93,6 +97,7 @@ _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "a
 def without_noops(graph: Graph) -> Graph:
     """Drops what changes nothing: casts to the same dtype, aliases, dropout(p=0), x + 0, views to the same shape."""
     values = graph.values
+    moving = written_buffers(graph)
 
     def into(op: Op) -> Iterable[Op | Same]:
         op = replace(
@@ -109,6 +114,11 @@ def without_noops(graph: Graph) -> Graph:
                 else Op("aten.expand.default", (Ref(name), result.shape), (), (result,), op.module, op.source)
                 for name, result in zip(op.operands, op.results, strict=True)
             )
+        if op.target == "aten.cat.default" and isinstance(op.args[0], tuple):  # a cache starts with an empty tensor
+            full = tuple(a for a in op.args[0] if isinstance(a, Ref) and 0 not in values[a.name].shape)
+            if len(full) == 1:
+                return (Same(op.name, full[0].name),)
+            return (replace(op, args=(full or op.args[0], *op.args[1:])),)
         made = _FRESH.get(op.target)
         if made is not None:  # x gives only its dtype and device
             fill = (op.arg(2),) if made == "full" else ()
@@ -118,6 +128,8 @@ def without_noops(graph: Graph) -> Graph:
             )
             return (replace(op, target=f"aten.{made}.default", args=(op.results[0].shape, *fill), kwargs=kwargs),)
         neutral = _NEUTRAL.get(op.target)
+        if op.target == "aten.clone.default" and first.name in moving:
+            return (op,)
         if op.target in _SAME or (op.target in _CASTS and same_type):
             return (Same(op.name, first.name),)
         if op.target in _CASTS:
@@ -142,6 +154,58 @@ def without_noops(graph: Graph) -> Graph:
         return (op,)
 
     return substitute(graph, into)
+
+
+_SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
+
+
+def with_joined_slices(graph: Graph) -> Graph:
+    """What functionalization makes of x[:, 1:] = y, as a join of what stays and what is new."""
+    values = graph.values
+
+    def into(op: Op) -> Iterable[Op | Same]:
+        if op.target not in _SCATTERS:
+            return (op,)
+        (old, new), result = op.operands, op.results[0]
+        one = op.target == "aten.select_scatter.default"
+        dim = int(op.arg(2, "dim", 0)) % len(result.shape)  # type: ignore[arg-type]
+        start, end = op.arg(3, "index" if one else "start"), None if one else op.arg(4, "end")
+        size, step = result.shape[dim], 1 if one else op.arg(5, "step", 1)
+        if not one and start in (None, 0) and values[new].shape == result.shape:
+            return (Same(op.name, new),)
+        if not isinstance(size, int) or isinstance(start, Size) or isinstance(end, Size) or step != 1:
+            return (op,)
+        first = range(size)[start] if one else slice(start, end).indices(size)[0]  # type: ignore[index,misc]
+        last = first + 1 if one else max(first, slice(start, end).indices(size)[1])  # type: ignore[misc]
+        ops, parts = [], []
+
+        def part(source: str, target: str, args: tuple[Arg, ...], length: int, suffix: str) -> None:
+            shape = (*result.shape[:dim], length, *result.shape[dim + 1 :])
+            made = replace(values[source], name=f"{result.name}_{suffix}", shape=shape)
+            ops.append(Op(target, (Ref(source), dim, *args), (), (made,), op.module, op.source))
+            parts.append(Ref(made.name))
+
+        if first > 0:
+            part(old, "aten.slice.Tensor", (0, first), first, "before")
+        if one:
+            part(new, "aten.unsqueeze.default", (), 1, "new")
+        elif last > first:
+            parts.append(Ref(new))
+        if last < size:
+            part(old, "aten.slice.Tensor", (last, size), size - last, "after")
+        joined = Op("aten.cat.default", (tuple(parts), dim), (), op.results, op.module, op.source)
+        return (*ops, joined)
+
+    return substitute(graph, into)
+
+
+def written_buffers(graph: Graph) -> frozenset[str]:
+    """Buffers that some operator writes in place, and what shares their memory: a copy of them is not a no-op."""
+    found = {op.operands[0] for op in graph.ops if mutates(op)}
+    for op in graph.ops:
+        if op.operands and op.operands[0] in found and may_alias(op, graph.values[op.operands[0]].dtype):
+            found |= {v.name for v in op.results}
+    return frozenset(found)
 
 
 def constants(graph: Graph) -> frozenset[str]:
@@ -252,6 +316,28 @@ def with_grouped_queries(graph: Graph) -> Graph:
     return substitute(graph, into)
 
 
+def counted_rows(op: Op) -> Iterable[Size]:
+    """Sizes that an operator computes with: numbers, not shapes."""
+    if op.target == CONSTANT or op.target.startswith("aten.arange"):
+        return
+    declared = schema(op).arguments
+    named = {a.name: arg for a, arg in zip(declared, op.args, strict=False)} | dict(op.kwargs)
+    for a in declared:
+        arg = named.get(a.name)
+        if isinstance(arg, Size) and str(a.type) in ("Tensor", "number", "float", "Optional[number]"):
+            yield arg
+
+
+def with_row_counts(graph: Graph) -> Graph:
+    """A number of rows that is computed with means those of the global batch, whatever part of it one call sees."""
+
+    def into(op: Op) -> Iterable[Op]:
+        counts = {size for size in counted_rows(op) if size.fixed == 0}
+        return (map_op(op, lambda a: Rows(a.per_batch) if isinstance(a, Size) and a in counts else a),)
+
+    return substitute(graph, into)
+
+
 MEAN, SUM = 1, 2  # torch's reduction argument
 ELEMENTWISE_LOSSES = {  # position of `reduction`
     "aten.mse_loss.default": 2,
@@ -261,6 +347,7 @@ ELEMENTWISE_LOSSES = {  # position of `reduction`
     "aten.binary_cross_entropy.default": 3,
     "aten.binary_cross_entropy_with_logits.default": 4,
     "aten.soft_margin_loss.default": 2,
+    "aten.kl_div.default": 2,
 }
 CLASS_LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss.default": 3, "aten.nll_loss_nd.default": 3}
 
@@ -303,11 +390,15 @@ def with_summed_losses(graph: Graph) -> Graph:
                 return (*ops, op)
             divide = Op("aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source)
             return (*ops, summed, divide)
-        if op.target == "aten.mean.default":
-            per_row = divisor(values[op.operands[0]].shape)
+        if op.target in ("aten.mean.default", "aten.mean.dim"):
+            shape = values[op.operands[0]].shape
+            named = op.arg(1, "dim") if op.target == "aten.mean.dim" else None
+            gone = [d % len(shape) for d in named if isinstance(d, int)] if isinstance(named, tuple) else []
+            per_row = divisor(tuple(shape[d] for d in gone) if gone else shape)
             if per_row is not None:
                 total = replace(result, name=f"{result.name}_sum")
-                summed = replace(op, target="aten.sum.default", results=(total,))
+                target = "aten.sum.dim_IntList" if op.target == "aten.mean.dim" else "aten.sum.default"
+                summed = replace(op, target=target, results=(total,))
                 return (
                     summed,
                     Op("aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from costmodels.cluster import Cluster
-from costmodels.errors import BadInput
+from costmodels.errors import BadInput, NoPlanFits
 from passes.batch import batch_info, split_prologue
 from passes.blocks import Blocked, Call, block
 from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
@@ -78,8 +79,13 @@ def blocks_(state: State) -> State:
 
 def search_(state: State) -> State:
     """STRATEGIES and SEARCH: every pair of degrees is sharded by the programme, the best variant is kept."""
-    search = Search(problem_of(state), state.progress, state.deadline)
-    found = search.run()
+    problem = problem_of(state)
+    search = Search(problem, state.progress, state.deadline)
+    try:
+        found = search.run()
+    except NoPlanFits as error:
+        tried = remedies(problem, search, state)
+        raise NoPlanFits(f"{error}\n  Tried and would fit: {'; '.join(tried)}." if tried else str(error)) from None
     return replace(state, found=found, lowered=found.best.variant.settled.lowered)
 
 
@@ -98,6 +104,25 @@ def emit_(state: State) -> State:
         recompute=variant.recompute,
     )
     return replace(state, program=emit(variant.settled.lowered, emission), plan=plan_of(state))
+
+
+def remedies(problem: Problem, failed: Search, state: State) -> list[str]:
+    """Changes that were tried and that fit: more devices of the same kind, more memory on each."""
+    cluster, found = problem.cluster, []
+    pinned = {"dp", "tp"} & set(problem.fix)
+    for times in () if pinned else (2, 4, 8):
+        state.progress(f"nothing fits; trying {times * cluster.devices} devices")
+        if cluster.nodes > 1 or cluster.device.kind == "cuda":
+            wider = replace(cluster, nodes=cluster.nodes * times)
+        else:
+            wider = replace(cluster, devices_per_node=cluster.devices_per_node * times)
+        if Search(replace(problem, cluster=wider), state.progress, state.deadline).fits_at_all():
+            found.append(f"{wider.devices} devices")
+            break
+    needed = failed.least_peak_bytes
+    if needed and needed < cluster.device.memory_bytes:
+        found.append(f"a memory limit of {math.ceil(needed / 2**30 * 1e4) / 1e4:g} GiB")
+    return found
 
 
 # -- what they promise --------------------------------------------------------------------------------------------------
@@ -284,31 +309,24 @@ def plan_of(state: State) -> Plan:
     used = pair.dp * pair.tp
     tokens = task.global_batch * (captured.seq_len or 1)
     blocks = block_plans(variant)
-    peak = held.static.total + max(
-        held.activations + max(held.logits, held.transient) + held.inputs, held.optimizer_temporaries
-    )
     memory = StageMemory(
         stage=0,
-        peak_bytes=peak,
+        peak_bytes=held.peak,
         limit_bytes=cluster.memory_limit_bytes,
         parameters=held.static.parameters,
         gradients=held.static.gradients,
         optimizer=held.static.optimizer,
         activations=held.activations,
         logits=held.logits,
-        buffers=peak
-        - held.static.parameters
-        - held.static.gradients
-        - held.static.optimizer
-        - held.activations
-        - held.logits,
+        buffers=held.static.buffers + held.transient + held.inputs,
         reserved_overhead=0,
     )
     warnings = [*state.notes, *unruled(state)]
     if cluster.devices != used:
         warnings.append(f"{cluster.devices - used} of {cluster.devices} devices are idle")
-    if made(state.batch, "the batch analysis").coupled:
-        warnings.append(f"no data parallelism or microbatches: {state.batch.coupled}")
+    coupled = made(state.batch, "the batch analysis").coupled
+    if coupled:
+        warnings.append(f"no data parallelism or microbatches: {coupled}")
     if captured.seq_len is None:
         warnings.append("the batch has no sequence: tokens_per_s_per_device counts samples")
     if cluster.profile is None:
@@ -348,7 +366,7 @@ def plan_of(state: State) -> Plan:
         ),
         alternatives=alternatives(found, task.global_batch),
         warnings=tuple(warnings),
-        collectives=collective_uses(variant, task.global_batch),
+        collectives=collective_uses(problem_of(state), variant),
         request=Request(
             task.target, cluster.name, task.global_batch, task.seq_len, task.precision, task.optimizer, dict(task.fix),
             task.memory_limit_gib,

@@ -102,7 +102,7 @@ class TimeSplit:
 
     @property
     def total(self) -> float:
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,22 @@ class Plan:
         }  # fmt: skip
 
     def __str__(self) -> str:
+        """A table that a person can check with a pencil; `autopar show` prints more."""
         m, z, s = self.mesh, self.zero, self.schedule
-        sharded = f"  ZeRO-{z.stage} over {z.group}" if z.stage else ""
-        return (
-            f"{self.model.name}: pp {m.pp}  dp {m.dp}  tp {m.tp}{sharded}  {s.microbatches} microbatches of {s.microbatch}"
-            f"  {self.step_time_s:.4g} s per step  {max(x.peak_bytes for x in self.memory) / 2**30:.3g} GiB"
-        )
+        used = max(self.memory, key=lambda one: one.peak_bytes)
+        spent = {k: v for k, v in asdict(self.time_s).items() if v}
+        held = {k: v for k, v in asdict(used).items() if v and k not in ("stage", "peak_bytes", "limit_bytes")}
+        lines = [
+            f"model      {self.model.name}, {self.model.parameters:,} parameters",
+            f"cluster    {self.cluster.name}: {self.cluster.devices} x {self.cluster.device}, {self.idle_devices} idle",
+            f"mesh       pp {m.pp}  dp {m.dp}  cp {m.cp}  ep {m.ep}  tp {m.tp}",
+            f"ZeRO       stage {z.stage} over {z.group}",
+            f"batch      {self.workload.global_batch} = dp {m.dp} x {s.microbatches} microbatches x {s.microbatch}",
+            f"step       {self.step_time_s:.6g} s = " + " + ".join(f"{k} {v:.4g}" for k, v in spent.items()),
+            f"memory     {used.peak_bytes:,} of {used.limit_bytes:,} bytes",
+            *(f"           {k:<12} {v:>16,}" for k, v in held.items()),
+        ]
+        return "\n".join(lines)
 
 
 def _plain(value: Any) -> Any:

@@ -1,62 +1,132 @@
 """The memory of a program: its own text, run on fake tensors, block by block.
 
-Nothing is estimated from formulas that could be observed: every class of program.py is executed on one rank's
-shapes, forward and backward, and the bytes of live tensors are followed. Collectives are stood in for by functions
-that give tensors of the right shape and keep what the real ones keep.
+Nothing is estimated from formulas that could be observed: every class of program.py is run once on one rank's
+shapes, forward and backward, and the bytes of live tensors are followed. The root runs with its layers closed: a
+closed layer keeps what the open one keeps of its inputs and outputs, and gives tensors of the right shape.
+Collectives are stood in for by functions that allocate what the real ones allocate, on the first rank.
+
+    root     |- stretch -| call |- stretch -| call |- stretch -| loss
+                          ^ what this one holds inside is in its BlockMemory
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from passes.lower import LocalRegion, Lowered
 from passes.placements import I, P, Placement, R, S, local_shape
 
 
 @dataclass(frozen=True)
-class RegionMemory:
-    """Bytes of one microbatch through one layer (or through what is outside of layers), parameters excluded.
+class Held:
+    """A parameter on this rank, before the data-parallel engine cuts it."""
 
-    `saved`: held from the forward to the backward, inputs excluded, outputs included where they are needed.
-    `forward_peak`, `backward_peak`: the most that is live beside inputs, and beside what was saved.
+    shape: tuple[int, ...]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one microbatch in one layer, beside its parameters, inputs and outputs.
+
+    A gradient of a parameter either stays where it came, or passes: it is added elsewhere, and freed, at once.
     """
 
-    saved_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    input_bytes: int
-    output_bytes: int
+    saved_bytes: int  # from the forward to the backward
+    forward_peak_bytes: int  # with the outputs
+    backward_peak_bytes: int  # with what was saved and the gradients of inputs and outputs, if gradients stay
+    passing_peak_bytes: int  # if they pass
+    left_bytes: int  # the gradients of the inputs
+    parameters: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What the root holds between two calls of layers. Gradients of parameters are counted apart."""
+
+    peak_bytes: int  # if gradients stay
+    passing_peak_bytes: int  # if they pass
+    live_bytes: int  # at its end, beside the gradients of parameters
+    gradient_bytes: int  # of the root's parameters that are complete at its end
+
+
+@dataclass(frozen=True)
+class RootMemory:
+    """The root's stretches: `forward[k]` ends with the call of layer k, `backward[k]` with its backward."""
+
+    forward: tuple[Stretch, ...]
+    backward: tuple[Stretch, ...]
+    calls: tuple[int, ...]  # the block of each call
+    backward_calls: tuple[int, ...]  # which call each backward is of
+    parameters: tuple[Held, ...]
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """The memory of the root and of each block; `recomputed` is each block under activation recompute."""
 
-    root: RegionMemory
-    before_calls_bytes: int  # what the root holds when the first layer is called
-    blocks: tuple[RegionMemory, ...]
-    recomputed: tuple[RegionMemory, ...]
+    root: RootMemory
+    blocks: tuple[BlockMemory, ...]
+    recomputed: tuple[BlockMemory, ...]
+    parameters: tuple[Held, ...]  # of the whole model, in its order
+    buffer_bytes: int  # of the whole model
 
 
-class _Tracker(TorchDispatchMode):
+def rehearse(text: str, lowered: Lowered, dtype: torch.dtype) -> Rehearsal:
+    """Run every class of the program once, on fake tensors, and follow its bytes."""
+    ranks = lowered.sharding.axis.ranks
+    scope = _names(ranks, lowered.sharding.axis.name, dtype)
+    source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text, flags=re.S)
+    exec(compile(source, "program.py", "exec"), scope)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        blocks, recomputed, buffers = [], [], 0
+        closed: list[_Closed] = []
+        for number, (block, region) in enumerate(zip(lowered.program.blocks, lowered.blocks, strict=True)):
+            inputs = _inputs(region, block.inputs, ranks)
+            layer = _built(scope[block.name])
+            kept, again, like = _layer(layer, inputs)
+            buffers += len(block.paths) * _bytes(layer.buffers())
+            blocks.append(kept)
+            recomputed.append(again)
+            closed.append(replace(like, number=number))
+            scope[block.name] = partial(_ClosedLayer, closed[-1])  # the loops of the model make these instead
+        model = _built(scope["Model"])
+        root = _root(model, _inputs(lowered.root, lowered.program.inputs, ranks))
+    order = [
+        held
+        for module in model.modules()
+        for held in (blocks[module.like.number].parameters if isinstance(module, _ClosedLayer) else _held(module))
+    ]
+    return Rehearsal(root, tuple(blocks), tuple(recomputed), tuple(order), buffers + _bytes(model.buffers()))
+
+
+# -- following bytes --------------------------------------------------------------------------------------------------
+
+
+class Tracker(TorchDispatchMode):
     """Follows the bytes of storages that operators make, from their birth to their release."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        self.peak = 0
-        self.known: set[int] = set()
+        self.gradients = 0  # of parameters, complete
+        self.peak = 0  # of everything
+        self.passing_peak = 0  # of all but complete gradients of parameters
+        self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -68,26 +138,203 @@ class _Tracker(TorchDispatchMode):
     def watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known:
+        if key in self.sizes:
             return
-        size = storage.nbytes()
-        self.known.add(key)
+        self.sizes[key] = size = storage.nbytes()
         self.live += size
-        self.peak = max(self.peak, self.live)
+        self.look()
+        weakref.finalize(storage, self.release, key)
 
-        def release() -> None:
-            self.known.discard(key)
-            self.live -= size
-
-        weakref.finalize(storage, release)
+    def release(self, key: int) -> None:
+        self.live -= self.sizes.pop(key, 0)
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Inputs and parameters are counted elsewhere."""
-        self.known.update(t.untyped_storage()._cdata for t in tensors)
+        """These are counted elsewhere."""
+        self.sizes.update((t.untyped_storage()._cdata, 0) for t in tensors)
 
-    def restart(self) -> int:
-        self.peak = self.live
-        return self.live
+    def complete(self, parameter: Tensor) -> None:
+        """The gradient of a parameter is whole."""
+        assert parameter.grad is not None, "called once it is there"
+        self.gradients += parameter.grad.untyped_storage().nbytes()
+        self.look()
+
+    def look(self) -> None:
+        self.peak = max(self.peak, self.live)
+        self.passing_peak = max(self.passing_peak, self.live - self.gradients)
+
+    def stretch(self, elsewhere: int = 0) -> Stretch:
+        """What happened since the last call of this; `elsewhere` bytes of what is live now are counted by others."""
+        found = Stretch(self.peak, self.passing_peak, self.live - self.gradients - elsewhere, self.gradients)
+        self.peak = self.passing_peak = 0
+        self.look()
+        return found
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Sizes of the storages of tensors, each once."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(_storages(tensors).values())
+
+
+def _held(module: nn.Module, recurse: bool = False) -> tuple[Held, ...]:
+    return tuple(Held(tuple(p.shape), p.requires_grad) for p in module.parameters(recurse))
+
+
+def _inputs(region: LocalRegion, values: Any, ranks: int) -> tuple[Tensor, ...]:
+    made = []
+    for value in values:
+        local = region.locals[value.name]
+        shape, dtype = local_shape(local.placement, local.value.sizes, ranks), getattr(torch, local.value.dtype)
+        made.append(torch.empty(shape, dtype=dtype).requires_grad_(value.grad))
+    return tuple(made)
+
+
+def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, BlockMemory, _Closed]:
+    """A layer, the same layer recomputed, and how it looks from outside."""
+    tracker = Tracker()
+    tracker.ignore(*inputs, *layer.parameters(), *layer.buffers())
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(tracker.complete)
+    packed: set[int] = set()
+    needed = 0  # the most that is live until all that the backward needs is there: recompute stops at that point
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal needed
+        packed.add(tensor.untyped_storage()._cdata)
+        needed = tracker.peak
+        return tensor
+
+    with tracker, saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layer(*inputs)
+    outputs = out if isinstance(out, tuple) else (out,)
+    specs = tuple((tuple(t.shape), t.dtype) for t in outputs)
+    given = _storages(outputs)
+    places = [t.untyped_storage()._cdata for t in outputs]
+    end = _End.apply(*outputs)
+    del out, outputs
+    kept_outputs = tuple(key in tracker.sizes for key in places)
+    saved = tracker.live - sum(tracker.sizes.get(key, 0) for key in given)
+    forward = tracker.stretch()
+    with tracker:
+        end.backward()
+    backward = tracker.stretch()
+    keys = [t.untyped_storage()._cdata for t in inputs]
+    like = _Closed(-1, specs, tuple(key in packed for key in keys), kept_outputs)
+    plain = BlockMemory(
+        saved_bytes=saved,
+        forward_peak_bytes=forward.peak_bytes,
+        backward_peak_bytes=backward.peak_bytes,
+        passing_peak_bytes=backward.passing_peak_bytes,
+        left_bytes=backward.live_bytes,
+        parameters=_held(layer, recurse=True),
+    )
+    # in its backward the layer runs again, beside the gradients of its outputs
+    again = sum(given.values()) + needed
+    recomputed = replace(
+        plain,
+        saved_bytes=_bytes(t for t in inputs if t.untyped_storage()._cdata not in packed),  # it keeps all of them
+        backward_peak_bytes=max(again, plain.backward_peak_bytes),
+        passing_peak_bytes=max(again, plain.passing_peak_bytes),
+    )
+    return plain, recomputed, like
+
+
+def _root(model: nn.Module, inputs: tuple[Tensor, ...]) -> RootMemory:
+    tracker = Tracker()
+    tracker.ignore(*inputs, *model.parameters(), *model.buffers())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(tracker.complete)
+    layers = [module for module in model.modules() if isinstance(module, _ClosedLayer)]
+    forward: list[Stretch] = []
+    backward: list[Stretch] = []
+    calls: list[int] = []
+    backward_calls: list[int] = []
+
+    def called(like: _Closed) -> int:
+        forward.append(tracker.stretch())
+        calls.append(like.number)
+        return len(calls) - 1
+
+    def reached(call: int, elsewhere: int) -> None:
+        backward.append(tracker.stretch(elsewhere))
+        backward_calls.append(call)
+
+    for layer in layers:
+        layer.called, layer.reached = called, reached
+    with tracker:
+        loss = model(*inputs)
+        forward.append(tracker.stretch())
+        loss.backward()
+        backward.append(tracker.stretch())
+    return RootMemory(
+        tuple(forward),
+        tuple(backward),
+        tuple(calls),
+        tuple(backward_calls),
+        _held(model, recurse=True),
+    )
+
+
+class _End(torch.autograd.Function):
+    """What follows a layer: it keeps nothing, and its gradients come into being in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.specs = [(t.shape, t.dtype) if t.dtype.is_floating_point else None for t in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs)
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """A layer from outside: its block, its outputs, and which inputs and outputs it keeps for its backward."""
+
+    number: int
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    keeps_inputs: tuple[bool, ...]
+    keeps_outputs: tuple[bool, ...]
+
+
+class _ClosedLayer(nn.Module):
+    called: Callable[[_Closed], int]
+    reached: Callable[[int, int], None]
+
+    def __init__(self, like: _Closed) -> None:
+        super().__init__()
+        self.like = like
+
+    def forward(self, *inputs: Tensor) -> Any:
+        out = _Call.apply(self, *inputs)
+        return out[0] if len(out) == 1 else out
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: _ClosedLayer, *inputs: Tensor) -> Any:
+        like = layer.like
+        ctx.layer, ctx.call = layer, layer.called(like)
+        outputs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in like.outputs)
+        ctx.kept = [t for t, kept in zip(outputs, like.keeps_outputs, strict=True) if kept]
+        ctx.save_for_backward(*(t for t, kept in zip(inputs, like.keeps_inputs, strict=True) if kept), *ctx.kept)
+        ctx.kept = _bytes(ctx.kept)
+        ctx.specs = [(x.shape, x.dtype) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.layer.reached(ctx.call, _bytes(gradients) + ctx.kept)
+        return None, *(spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs)
+
+
+# -- the names that program.py takes from the runtime -----------------------------------------------------------------
 
 
 class _Scope(nn.Module):
@@ -97,223 +344,244 @@ class _Scope(nn.Module):
         return getattr(self, str(number))
 
 
-class _Like(torch.autograd.Function):
-    """A collective: another shape forward, the old one backward; it keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], fresh: bool) -> Tensor:
-        ctx.shape, ctx.fresh = x.shape, fresh
-        return x.new_empty(shape) if fresh else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0].new_empty(ctx.shape) if ctx.fresh else grads[0]), None, None
+def _built(kind: Any) -> nn.Module:
+    """An instance whose children hide the methods that are called like them, as the runtime has it."""
+    module: nn.Module = kind()
+    for one in module.modules():
+        one.__dict__.update({name: child for name, child in one._modules.items() if hasattr(type(one), name)})
+    return module
 
 
-class _Opaque(torch.autograd.Function):
-    """A layer seen from outside: outputs of the right shape, gradients for its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, shapes: Any, note: Callable[[], None], *inputs: Tensor) -> Any:
-        note()
-        ctx.shapes = [(x.shape, x.dtype) for x in inputs]
-        ctx.device = inputs[0].device
-        return tuple(torch.empty(s, dtype=d, device=ctx.device) for s, d in shapes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (
-            None,
-            None,
-            *(torch.empty(s, dtype=d, device=ctx.device) if d.is_floating_point else None for s, d in ctx.shapes),
-        )
+def _attach(module: nn.Module, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in module._modules:
+            module.add_module(parent, _Scope())
+        module = cast(nn.Module, module._modules[parent])
+    if isinstance(value, nn.Module):
+        module._modules[name] = value  # where a method may have that name
+    elif isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value)
 
 
-class _Stage:
-    """The names that program.py takes from the runtime, for one rank of `ranks`, on fake tensors."""
+def _names(ranks: int, axis_name: str, low: torch.dtype) -> dict[str, Any]:
+    """For the first of `ranks`: parameters are in the compute dtype, as the engine hands them out."""
 
-    def __init__(self, lowered: Lowered, dtype: torch.dtype) -> None:
-        self.ranks, self.dtype = lowered.sharding.axis.ranks, dtype
-        self.lowered = lowered
-        self.opaque = True
-        self.note: Callable[[], None] = lambda: None
+    def local(shape: Sequence[int], dtype: torch.dtype, where: dict[str, Any]) -> Tensor:
+        placement: Placement = where.get(axis_name, I)
+        return torch.empty(local_shape(placement, tuple(shape), ranks), dtype=dtype)
 
-    def names(self) -> dict[str, Any]:
-        stage = self
+    class ShardedModule(_Scope):
+        def parameter(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, **where: Any) -> None:
+            tensor = local(shape, low if dtype == torch.float32 else dtype, where)
+            _attach(self, name, nn.Parameter(tensor, requires_grad=where.get("requires_grad", True)))
 
-        class ShardedModule(_Scope):
-            def parameter(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, **where: Any) -> None:
-                placement: Placement = where.get(stage.lowered.sharding.axis.name, I)
-                low = stage.dtype if dtype == torch.float32 else dtype
-                tensor = torch.empty(local_shape(placement, shape, stage.ranks), dtype=low)
-                stage.attach(self, name, nn.Parameter(tensor, requires_grad=where.get("requires_grad", True)))
+        def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, **where: Any) -> None:
+            _attach(self, name, local(shape, dtype, where))
 
-            def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, **where: Any) -> None:
-                placement: Placement = where.get(stage.lowered.sharding.axis.name, I)
-                stage.attach(self, name, torch.empty(local_shape(placement, shape, stage.ranks), dtype=dtype))
+        def blocks(self, path: str, modules: list[nn.Module]) -> None:
+            _attach(self, path, nn.ModuleList(modules))
 
-            def blocks(self, path: str, modules: list[nn.Module]) -> None:
-                stage.attach(self, path, nn.ModuleList(map(stage.outside, modules)))
+        def alias(self, name: str, of: str) -> None:
+            """Holds nothing."""
 
-            def alias(self, name: str, of: str) -> None:
-                """Holds nothing."""
+        def rng(self, site: int, axes: tuple[str, ...] = ()) -> Any:
+            return nullcontext()
 
-            def rng(self, site: int, axes: tuple[str, ...] = ()) -> Any:
-                return nullcontext()
+    return {
+        "__name__": "rehearsal",
+        "S": S,
+        "R": R,
+        "I": I,
+        "P": P,
+        "ShardedModule": ShardedModule,
+        "Program": lambda **_: None,
+        "Input": lambda *_, **__: None,
+        "main": lambda _: None,
+        "recompute": lambda layer, *inputs: layer(*inputs),
+        **_collectives(ranks),
+    }
 
+
+# -- collectives: see autopar/runtime/collectives.py for what they are ------------------------------------------------
+
+
+def _collectives(n: int) -> dict[str, Any]:
+    if n == 1:
         return {
-            "torch": torch,
-            "F": nn.functional,
-            "S": S,
-            "R": R,
-            "I": I,
-            "P": P,
-            "ShardedModule": ShardedModule,
-            "Program": lambda **_: None,
-            "Input": lambda *_, **__: None,
-            "main": lambda _: None,
-            "all_gather": self.all_gather,
-            "reduce_scatter": self.cut,
-            "shard": self.shard,
-            "all_reduce": lambda x, axis, backward="all_reduce": _Like.apply(x, x.shape, True),
-            "replicate": lambda x, axis, backward="all_reduce": _Like.apply(x, x.shape, False),
-            "all_to_all": self.all_to_all,
-            "bias_on_one_rank": lambda bias, axis: bias,
-            "vocabulary_embedding": self.vocabulary_embedding,
-            "vocabulary_cross_entropy": self.vocabulary_cross_entropy,
-            "recompute": self.recompute,
+            "all_gather": lambda x, *_, **__: x,
+            "reduce_scatter": lambda x, *_, **__: x,
+            "all_reduce": lambda x, *_, **__: x,
+            "shard": lambda x, *_, **__: x,
+            "replicate": lambda x, *_, **__: x,
+            "all_to_all": lambda x, *_, **__: x,
+            "bias_on_one_rank": lambda x, *_, **__: x,
+            "vocabulary_embedding": lambda ids, weight, **_: F.embedding(ids, weight),
+            "vocabulary_cross_entropy": _vocabulary_cross_entropy,
         }
 
+    def all_gather(
+        x: Tensor, dim: int, axis: str, backward: str = "", blocks: int = 1, size: int | None = None
+    ) -> Tensor:
+        back = _sliced if backward == "slice" else _scattered
+        whole = partial(_gathered, dim=dim % x.ndim, n=n, blocks=blocks, size=size)
+        return _moved(x, whole, partial(back, dim=dim % x.ndim, n=n, blocks=blocks))
+
+    def reduce_scatter(x: Tensor, dim: int, axis: str, blocks: int = 1, size: int | None = None) -> Tensor:
+        back = partial(_gathered, dim=dim % x.ndim, n=n, blocks=blocks, size=x.shape[dim])
+        return _moved(x, partial(_scattered, dim=dim % x.ndim, n=n, blocks=blocks), back)
+
+    def shard(
+        x: Tensor, dim: int, axis: str, backward: str = "pad", blocks: int = 1, size: int | None = None
+    ) -> Tensor:
+        gathered = partial(_gathered, dim=dim % x.ndim, n=n, blocks=blocks, size=x.shape[dim])
+        padded = partial(_padded, shape=tuple(x.shape))
+        back = gathered if backward == "all_gather" else padded
+        return _moved(x, partial(_sliced, dim=dim % x.ndim, n=n, blocks=blocks), back)
+
+    def all_reduce(x: Tensor, axis: str, backward: str = "all_reduce") -> Tensor:
+        return _moved(x, _summed, _summed if backward == "all_reduce" else _same)
+
+    def replicate(x: Tensor, axis: str, backward: str = "all_reduce") -> Tensor:
+        return _moved(x, _viewed, _summed if backward == "all_reduce" else _same)
+
+    def all_to_all(x: Tensor, gather_dim: int, scatter_dim: int, axis: str, **how: int) -> Tensor:
+        gather_dim, scatter_dim = gather_dim % x.ndim, scatter_dim % x.ndim
+        whole = resized(x.shape, gather_dim, how.get("gather_size") or x.shape[gather_dim] * n)
+        shape = local_shape(S(scatter_dim, how.get("scatter_blocks", 1)), whole, n)
+        return _moved(x, partial(_exchanged, shape=shape), partial(_exchanged, shape=tuple(x.shape)))
+
+    return {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+        "shard": shard,
+        "replicate": replicate,
+        "all_to_all": all_to_all,
+        "bias_on_one_rank": lambda bias, axis: bias,
+        "vocabulary_embedding": _vocabulary_embedding,
+        "vocabulary_cross_entropy": _vocabulary_cross_entropy,
+    }
+
+
+class _Moved(torch.autograd.Function):
+    """Something happens to a tensor, and something else to its gradient."""
+
     @staticmethod
-    def attach(module: nn.Module, path: str, value: Any) -> None:
-        *parents, name = path.split(".")
-        for parent in parents:
-            if not hasattr(module, parent):
-                module.add_module(parent, _Scope())
-            module = getattr(module, parent)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            module.register_buffer(name, value)
-        else:
-            setattr(module, name, value)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
-    def all_gather(self, x: Tensor, dim: int, axis: str, blocks: int = 1, size: int | None = None, **_: Any) -> Any:
-        return _Like.apply(x, resized(x, dim, size or x.shape[dim] * self.ranks), True)
-
-    def cut(self, x: Tensor, dim: int, axis: str, blocks: int = 1, size: int | None = None, **_: Any) -> Any:
-        return _Like.apply(x, local_shape(S(dim, blocks), tuple(x.shape), self.ranks), True)
-
-    def shard(self, x: Tensor, dim: int, axis: str, blocks: int = 1, **_: Any) -> Any:
-        share = local_shape(S(dim, blocks), tuple(x.shape), self.ranks)[dim]
-        return x.narrow(dim, 0, share)
-
-    def all_to_all(
-        self, x: Tensor, gather_dim: int, scatter_dim: int, axis: str, scatter_blocks: int = 1, **sizes: Any
-    ) -> Any:
-        whole = resized(x, gather_dim, sizes.get("gather_size") or x.shape[gather_dim] * self.ranks)
-        return _Like.apply(x, local_shape(S(scatter_dim, scatter_blocks), whole, self.ranks), True)
-
-    def vocabulary_embedding(self, ids: Tensor, weight: Tensor, axis: str, size: int, **_: Any) -> Tensor:
-        outside = (ids < 0) | (ids >= weight.shape[0])
-        rows = nn.functional.embedding(ids.masked_fill(outside, 0), weight)
-        return rows.masked_fill(outside.unsqueeze(-1), 0)
-
-    def vocabulary_cross_entropy(self, logits: Tensor, target: Tensor, axis: str, size: int, **how: Any) -> Tensor:
-        return nn.functional.cross_entropy(logits, target, reduction=how.get("reduction", "sum"))
-
-    def recompute(self, layer: Any, *inputs: Tensor) -> Any:
-        return layer(*inputs) if self.opaque else checkpoint(layer, *inputs, use_reentrant=False)
-
-    def outside(self, layer: nn.Module) -> nn.Module:
-        """The layer as the root sees it."""
-        program = self.lowered.program
-        index = next(i for i, block in enumerate(program.blocks) if block.name == type(layer).__name__)
-        block, region = program.blocks[index], self.lowered.blocks[index]
-        shapes = [local_of(region, name, self.ranks) for name in region.outputs]
-        stage = self
-
-        class Outside(nn.Module):
-            def forward(self, *inputs: Tensor) -> Any:
-                out = _Opaque.apply(shapes, lambda: stage.note(), *inputs)
-                return out[0] if len(block.outputs) == 1 else out
-
-        return Outside()
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.back(gradients[0]), None, None
 
 
-def resized(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+def _moved(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    return cast(Tensor, _Moved.apply(x, there, back))
 
 
-def local_of(region: LocalRegion, name: str, ranks: int) -> tuple[tuple[int, ...], torch.dtype]:
-    local = region.locals[name]
-    return local_shape(local.placement, local.value.sizes, ranks), getattr(torch, local.value.dtype)
+def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def rehearse(text: str, lowered: Lowered, dtype: torch.dtype) -> Rehearsal:
-    """Run every class of the program once, on fake tensors, and follow its bytes."""
-    stage = _Stage(lowered, dtype)
-    names = stage.names()
-    source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text, flags=re.S)
-    exec(compile(source, "program.py", "exec"), names | {"__name__": "rehearsal"}, scope := {})
-    names.update(scope)
-    for item in scope.values():  # methods look their globals up in the module that defined them
-        if isinstance(item, type):
-            for method in vars(item).values():
-                if callable(method) and hasattr(method, "__globals__"):
-                    method.__globals__.update(names)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        blocks, recomputed = [], []
-        for block, region in zip(lowered.program.blocks, lowered.blocks, strict=True):
-            stage.opaque = False
-            layer = names[block.name]()
-            blocks.append(_measure(layer, _inputs(region, block.inputs, stage.ranks), lambda m, x: m(*x)))
-            recomputed.append(
-                _measure(layer, _inputs(region, block.inputs, stage.ranks), lambda m, x: stage.recompute(m, *x))
-            )
-        stage.opaque = True
-        model = names["Model"]()
-        before: list[int] = []
-        root = _measure(
-            model, _inputs(lowered.root, lowered.program.inputs, stage.ranks), lambda m, x: m(*x), stage, before
-        )
-    return Rehearsal(root, before[0] if before else 0, tuple(blocks), tuple(recomputed))
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
-def _inputs(region: LocalRegion, values: Any, ranks: int) -> tuple[Tensor, ...]:
-    made = []
-    for value in values:
-        shape, dtype = local_of(region, value.name, ranks)
-        made.append(torch.empty(shape, dtype=dtype).requires_grad_(value.grad))
-    return tuple(made)
+def _viewed(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-@contextmanager
-def _tracking(tracker: _Tracker) -> Iterator[None]:
-    with tracker:
-        yield
+def _summed(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def _measure(
-    module: nn.Module,
-    inputs: tuple[Tensor, ...],
-    run: Callable[[nn.Module, tuple[Tensor, ...]], Any],
-    stage: _Stage | None = None,
-    before: list[int] | None = None,
-) -> RegionMemory:
-    tracker = _Tracker()
-    tracker.ignore(*inputs, *module.parameters(), *module.buffers())
-    if stage is not None and before is not None:
-        stage.note = lambda: before.append(tracker.live)
-    with _tracking(tracker):
-        out = run(module, inputs)
-        outputs = out if isinstance(out, tuple) else (out,)
-        saved, forward_peak = tracker.live, tracker.peak
-        output_bytes = sum(t.untyped_storage().nbytes() for t in outputs)
-        trained = [t for t in outputs if t.requires_grad]
-        grads = [torch.empty_like(t) for t in trained]
-        del out, outputs
-        start = tracker.restart()
-        torch.autograd.backward(trained, grads)
-        own = sum(p.grad.untyped_storage().nbytes() for p in module.parameters() if p.grad is not None)
-        backward_peak = max(0, tracker.peak - start - own)
-    input_bytes = sum(t.untyped_storage().nbytes() for t in inputs)
-    return RegionMemory(saved, forward_peak, backward_peak, input_bytes, output_bytes)
+def _gathered(x: Tensor, dim: int, n: int, blocks: int, size: int | None) -> Tensor:
+    lead, length = prod(x.shape[:dim]) * blocks, x.shape[dim] // blocks
+    block = length * n if size is None else size // blocks
+    whole = x.new_empty(resized(x.shape, dim, blocks * block))
+    if lead > 1 or block % n:  # the parts do not land where they belong
+        parts = x.new_empty(n * x.numel())
+        x.contiguous()
+        del parts
+    else:
+        x.contiguous()
+    return whole
+
+
+def _scattered(x: Tensor, dim: int, n: int, blocks: int) -> Tensor:
+    lead, block, rest = prod(x.shape[:dim]) * blocks, x.shape[dim] // blocks, prod(x.shape[dim + 1 :])
+    step = -(-block // n)
+    part = x.new_empty(local_shape(S(dim, blocks), tuple(x.shape), n))
+    if block % n:
+        x = F.pad(x.reshape(lead, block, rest), (0, 0, 0, n * step - block))
+        padded = x.new_empty(lead, step, rest)
+        del padded
+    if lead > 1:
+        x = x.reshape(lead, n, step, rest).transpose(0, 1)
+    x.contiguous()
+    return part
+
+
+def _sliced(x: Tensor, dim: int, n: int, blocks: int) -> Tensor:
+    lead, block, rest = prod(x.shape[:dim]) * blocks, x.shape[dim] // blocks, prod(x.shape[dim + 1 :])
+    part = x.new_empty(local_shape(S(dim, blocks), tuple(x.shape), n))
+    x.reshape(lead, block, rest)
+    return part
+
+
+def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    whole = x.new_zeros(shape)
+    x.contiguous()
+    return whole
+
+
+def _exchanged(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    moved = x.new_empty(shape)
+    packed, arrived = x.new_empty(x.numel()), x.new_empty(moved.numel())
+    del packed, arrived
+    return moved
+
+
+def _vocabulary_embedding(ids: Tensor, weight: Tensor, axis: str, size: int, padding_idx: int | None = None) -> Tensor:
+    local = ids - 0
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    found = F.embedding(local.masked_fill_(elsewhere, 0), weight)
+    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+def _vocabulary_cross_entropy(
+    logits: Tensor, target: Tensor, axis: str, size: int, ignore_index: int = -100, reduction: str = "sum"
+) -> Tensor:
+    loss = cast(Tensor, _CrossEntropy.apply(logits, target, ignore_index))
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+        valid = target != ignore_index
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        own = target - 0
+        here = valid & (own >= 0) & (own < logits.shape[1])
+        own = own.masked_fill_(~here, 0).unsqueeze(1)
+        score = logits.gather(1, own).squeeze(1).to(precise).masked_fill_(~here, 0)
+        lse = logits.to(precise).logsumexp(1)
+        sums = torch.stack([(lse - lse.clone()).exp_(), score])
+        lse, score = sums[0], sums[1]
+        ctx.save_for_backward(logits, lse, own, here, valid)
+        return (lse - score).masked_fill_(~valid, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        logits, lse, own, here, valid = ctx.saved_tensors
+        p = (logits - lse.unsqueeze(1)).exp_()
+        p.scatter_add_(1, own, -here.to(p.dtype).unsqueeze(1))
+        p.mul_((gradients[0] * valid).unsqueeze(1))
+        return p.to(logits.dtype), None, None

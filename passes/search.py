@@ -17,20 +17,28 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from costmodels.errors import BadInput, NoPlanFits
-from costmodels.memory import static_bytes
 from passes.emit import emit
 from passes.graph import Op
 from passes.memory import StepBytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
 from passes.price import Axis
 from passes.rehearse import Rehearsal, rehearse
-from passes.sharding import Sharding, Terms, held_bytes, least_seconds, shard
+from passes.sharding import Programme, Terms
 from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
 
-GIB = 2**30
+def size(bytes_: float) -> str:
+    """Bytes for people, three digits."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if bytes_ >= 0.1 * unit or unit == 2**10:
+            return f"{bytes_ / unit:.3g} {name}"
+    raise AssertionError("unreachable")
+
+
+FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
 
 
@@ -42,6 +50,14 @@ class Candidate:
     seconds: StepSeconds
     bytes: StepBytes | None
     why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Finer:
+    """A variant that does not fit as it is, to be solved again under a memory budget with these layers recomputed."""
+
+    variant: Variant
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ class Search:
         for pair in pairs(problem):
             variants = list(groups(problem, pair))
             self.enumerated += len(variants)
-            if variants and not self.hopeless(pair):
+            if any(not self.hopeless(pair, stage, size) for stage, size in variants):
                 self.push(self.least(pair), pair)
         best: Candidate | None = None
         runners: list[Candidate] = []
@@ -213,7 +229,7 @@ class Search:
                 else:
                     runners.append(item)
                 continue
-            if best is not None and isinstance(item, Pair):
+            if best is not None and isinstance(item, (Pair, Finer)):
                 continue  # proved already; runners-up come from what is solved
             if self.deadline() and best is None and any(isinstance(i, Candidate) and i.bytes for _, _, i in self.queue):
                 best = min(
@@ -235,35 +251,49 @@ class Search:
             proved=True,
         )
 
+    def fits_at_all(self) -> bool:
+        """Whether there is a plan."""
+        try:
+            return bool(self.run().best)
+        except (NoPlanFits, BadInput):
+            return False
+
+    @property
+    def least_peak_bytes(self) -> int | None:
+        """The smallest peak among the plans that did not fit."""
+        return min((one.bytes.peak for one in self.rejected if one.bytes), default=None)
+
     def expand(self, item: object) -> None:
         if isinstance(item, Pair):
             self.solve(item)
+        elif isinstance(item, Finer):
+            self.cut_finer(item.variant, item.layers)
         elif isinstance(item, Candidate):
             self.fit(item)
 
     def axis(self, pair: Pair) -> Axis:
         return Axis.of(self.problem.cluster, "tp", pair.tp, 1)
 
-    def hopeless(self, pair: Pair) -> bool:
-        """Whether no sharding and no ZeRO stage can fit: all is cut over tp, every layer is recomputed.
+    def hopeless(self, pair: Pair, stage: int, size: int) -> bool:
+        """Whether no sharding can make the variant fit."""
+        return self.least_bytes(pair, stage, size) > self.limit
+
+    def least_bytes(self, pair: Pair, stage: int, size: int) -> float:
+        """No sharding needs less: all is cut over tp, every layer is recomputed.
 
         Then a rank still holds its share of the states, the inputs of every layer, and the operands and results of
         the largest operator.
         """
-        problem, program = self.problem, self.problem.program.at(pair.microbatch)
-        elements = sum(prod(p.value.sizes) for _, p in program.all_parameters() if not p.buffer) // pair.tp
-        states = min(
-            static_bytes(
-                elements,
-                zero_stage=stage,
-                shard_group=size,
-                largest_group=0,
-                optimizer_state_factor=OPTIMIZERS[problem.optimizer][0],
-                compute_bytes=problem.compute_bytes,
-                accumulates=False,
-            ).total
-            for stage, size in groups(problem, pair)
-        )
+        problem = self.problem
+        elements = sum(prod(p.value.sizes) for _, p in problem.program.all_parameters() if not p.buffer) // pair.tp
+        kept = OPTIMIZERS[problem.optimizer][0]
+        states = 4 * (1 + kept) * elements // (size if stage else 1)
+        states += {0: 4, 1: problem.compute_bytes, 2: problem.compute_bytes, 3: 0}[stage] * elements
+        return states + self.least_activations(pair.microbatch) / pair.tp
+
+    @lru_cache(maxsize=None)  # noqa: B019  (a search lives as long as its answer)
+    def least_activations(self, microbatch: int) -> int:
+        program = self.problem.program.at(microbatch)
         kept = sum(v.bytes * len(b.paths) for b in program.blocks for v in b.inputs if v.grad)
         regions = [(program.values, [s for s in program.body if isinstance(s, Op)])]
         regions += [(b.values, list(b.ops)) for b in program.blocks]
@@ -272,26 +302,30 @@ class Search:
             for values, ops in regions
             for op in ops
         )
-        return states + (kept + largest) / pair.tp > self.limit
+        return kept + largest
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def programme(self, pair: Pair) -> Programme:
+        return Programme(self.problem.program.at(pair.microbatch), self.axis(pair), self.problem.rows)
 
     def least(self, pair: Pair) -> float:
         """A step of the pair cannot be faster: the fastest strategy of every operator, no communication."""
-        program = self.problem.program.at(pair.microbatch)
-        return pair.microbatches(self.problem.global_batch) * least_seconds(program, self.axis(pair), self.problem.rows)
+        m = pair.microbatches(self.problem.global_batch)
+        return m * self.programme(pair).least_seconds(Terms(microbatches=m))
 
     def solve(self, pair: Pair) -> None:
         m = pair.microbatches(self.problem.global_batch)
         self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
         self.solved += 1
-        sharding = shard(
-            self.problem.program.at(pair.microbatch), self.axis(pair), Terms(microbatches=m), self.problem.rows
-        )
+        sharding = self.programme(pair).solve(Terms(microbatches=m))
         assert sharding is not None, "without a memory budget there is always a sharding"
         settled = settle(self.problem, pair, sharding)
         wanted = self.problem.fix.get("recompute")
         for stage, size in groups(self.problem, pair):
             layers = tuple(u.count if wanted == "full" else 0 for u in settled.units[:-1])
             self.visited += 1
+            if self.hopeless(pair, stage, size):
+                continue
             variant = Variant(settled, stage, size, layers)
             seconds = step_seconds(self.problem, variant)
             self.push(seconds.total, Candidate(variant, seconds, None))
@@ -313,7 +347,7 @@ class Search:
         if held.peak <= self.limit:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
-        self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {held.peak / GIB:.1f} GiB"))
+        self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
         if "recompute" not in self.problem.fix:
             again = self.recomputed(variant)
             if again is not None:
@@ -323,7 +357,12 @@ class Search:
                     Candidate(again, seconds, step_bytes(self.problem, again, self.rehearsal(again.settled))),
                 )
                 return
-        self.cut_finer(variant, held)
+            self.reject(replace(variant, recompute=tuple(u.count for u in variant.settled.units[:-1])))
+        if variant.settled.pair.tp > 1:
+            full = "none" not in str(self.problem.fix.get("recompute", ""))
+            layers = tuple(u.count if full else 0 for u in variant.settled.units[:-1])
+            least = step_seconds(self.problem, replace(variant, recompute=layers))
+            self.push(max(candidate.seconds.total, least.total), Finer(variant, layers))
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed that fits, blocks that free most per second first."""
@@ -354,40 +393,29 @@ class Search:
     def fits(self, variant: Variant) -> bool:
         return step_bytes(self.problem, variant, self.rehearsal(variant.settled)).peak <= self.limit
 
-    def cut_finer(self, variant: Variant, held: StepBytes) -> None:
+    def cut_finer(self, variant: Variant, layers: tuple[int, ...]) -> None:
         """Solve the pair again under a memory budget: parameters and activations are cut where they were whole."""
         pair, problem = variant.settled.pair, self.problem
-        if pair.tp == 1:
-            return
-        full = problem.fix.get("recompute") != "none"
-        layers = tuple(u.count if full else 0 for u in variant.settled.units[:-1])
-        settled = variant.settled
-        per_element = held.static.total / max(1, settled.elements)
-        m = pair.microbatches(problem.global_batch)
-        budget = None
-        for _ in range(3):
-            trial = replace(variant, settled=settled, recompute=layers)
-            now = step_bytes(problem, trial, self.rehearsal(settled))
-            if now.peak <= self.limit:
-                seconds = step_seconds(problem, trial)
-                self.push(seconds.total, Candidate(trial, seconds, now))
-                return
-            self.rejected.append(
-                Candidate(trial, step_seconds(problem, trial), now, f"does not fit: {now.peak / GIB:.1f} GiB")
-            )
-            terms = Terms(m, per_element, None, keeps_activations=not full)
-            known = settled.lowered.sharding.held_bytes if budget is not None else None
-            if known is None:
-                known = shard_bytes(problem, pair, self.axis(pair), terms, settled.lowered.sharding)
-            budget = known - (now.peak - self.limit) * 1.02
+        programme, m = self.programme(pair), pair.microbatches(problem.global_batch)
+        trial = replace(variant, recompute=layers)
+        now = step_bytes(problem, trial, self.rehearsal(trial.settled))
+        per_element = now.static.total / max(1, trial.settled.elements)
+        terms = Terms(m, per_element, None, keeps_activations=not any(layers))
+        for _ in range(FINER_TRIES):
+            counted = programme.held_bytes(trial.settled.lowered.sharding.chosen, terms)
+            budget = counted - 1.02 * (now.peak - self.limit)
             self.solved += 1
-            found = shard(
-                problem.program.at(pair.microbatch), self.axis(pair), replace(terms, budget_bytes=budget), problem.rows
-            )
+            self.progress(f"tp {pair.tp}, dp {pair.dp}, ZeRO-{variant.zero}: cut finer, {size(budget)}")
+            found = programme.solve(replace(terms, budget_bytes=budget))
             if found is None:
                 return
-            settled = settle(problem, pair, found)
-            per_element = terms.state_bytes
+            trial = replace(trial, settled=settle(problem, pair, found))
+            now = step_bytes(problem, trial, self.rehearsal(trial.settled))
+            seconds = step_seconds(problem, trial)
+            if now.peak <= self.limit:
+                self.push(seconds.total, Candidate(trial, seconds, now))
+                return
+            self.rejected.append(Candidate(trial, seconds, now, f"does not fit: {size(now.peak)}"))
 
     # -- what is said of the others --------------------------------------------------------------------------------
 
@@ -404,22 +432,43 @@ class Search:
     def closest(self) -> str:
         """The sentence for "nothing fits": which constraint binds and by how much."""
         cluster = self.problem.cluster
-        head = f"no plan fits {cluster.devices} {cluster.device.name} ({self.limit / GIB:.2f} GiB usable each)"
+        head = f"no plan fits {cluster.devices} {cluster.device.name} ({size(self.limit)} usable each)"
         if not self.rejected:
-            return f"{head}: the inputs of the layers alone, for one microbatch, are larger"
+            self.price_smallest()
         one = min(self.rejected, key=lambda c: c.bytes.peak if c.bytes else 0)
         assert one.bytes is not None
-        v, held = one.variant, one.bytes
-        recompute = ", full recompute" if any(v.recompute) else ""
-        zero = f", ZeRO-{v.zero} over {v.group}" if v.zero else ""
-        pair = v.settled.pair
+        variant, held = one.variant, one.bytes
+        recompute = ", full recompute" if any(variant.recompute) else ""
+        zero = f", ZeRO-{variant.zero} over {variant.group}" if variant.zero else ""
+        pair = variant.settled.pair
+        named = {
+            "parameters": held.static.parameters,
+            "gradients": held.static.gradients,
+            "optimizer": held.static.optimizer,
+            "activations": held.activations,
+            "transients": held.logits + held.transient + held.static.buffers + held.inputs,
+        }
+        parts = ", ".join(f"{k} {size(v)}" for k, v in named.items() if v)
         return (
             f"{head}.\n  The closest (dp {pair.dp}, tp {pair.tp}{zero}{recompute}, microbatch {pair.microbatch}) needs "
-            f"{held.peak / GIB:.2f} GiB on every device: parameters {held.static.parameters / GIB:.2f}, "
-            f"gradients {held.static.gradients / GIB:.2f}, optimizer {held.static.optimizer / GIB:.2f}, "
-            f"activations {held.activations / GIB:.2f}, "
-            f"transients {(max(held.logits, held.transient) + held.static.buffers) / GIB:.2f}."
+            f"{size(held.peak)} on every device: {parts}."
         )
+
+    def price_smallest(self) -> None:
+        """Price the variant that comes nearest where every one was beyond hope: what binds is to be said."""
+        problem = self.problem
+        choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
+        pair, stage, size = min(choices, key=lambda c: self.least_bytes(*c))
+        sharding = self.programme(pair).solve(Terms(microbatches=pair.microbatches(problem.global_batch)))
+        assert sharding is not None, "without a memory budget there is always a sharding"
+        settled = settle(problem, pair, sharding)
+        layers = tuple(u.count if problem.fix.get("recompute") != "none" else 0 for u in settled.units[:-1])
+        self.reject(Variant(settled, stage, size, layers))
+
+    def reject(self, variant: Variant) -> None:
+        held = step_bytes(self.problem, variant, self.rehearsal(variant.settled))
+        why = f"does not fit: {size(held.peak)}"
+        self.rejected.append(Candidate(variant, step_seconds(self.problem, variant), held, why))
 
 
 def reason(best: Candidate, other: Candidate) -> str:
@@ -432,9 +481,10 @@ def reason(best: Candidate, other: Candidate) -> str:
         "optimizer": "a longer optimizer step",
     }
     lost = {k: getattr(other.seconds, k) - getattr(best.seconds, k) for k in names}
+    if max(lost.values()) < 1e-3 * best.seconds.total:
+        return (
+            "as fast, with more memory"
+            if other.bytes and best.bytes and other.bytes.peak > best.bytes.peak
+            else "as fast"
+        )
     return names[max(lost, key=lambda k: lost[k])]
-
-
-def shard_bytes(problem: Problem, pair: Pair, axis: Axis, terms: Terms, sharding: Sharding) -> float:
-    """What the memory constraint would count for a sharding that was found without one."""
-    return held_bytes(problem.program.at(pair.microbatch), axis, terms, problem.rows, sharding)

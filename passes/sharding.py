@@ -19,16 +19,17 @@ form in CP-SAT was not closed after 120 s at 4 layers (docs/decisions.md). Here 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
 from costmodels.collectives import Collective
 from passes.blocks import Blocked
-from passes.graph import FLOATS, Op, Value
+from passes.graph import DTYPE_BYTES, FLOATS, Op, Value
 from passes.placements import I, P, Placement, R, S, can_reshard, is_valid
 from passes.price import Axis, local_bytes, op_seconds, reshard_seconds
 from passes.rules import rule_of
@@ -69,8 +70,6 @@ class Sharding:
     bound_s: float
     proved: bool
 
-    held_bytes: float  # parameters' states and saved activations, as the memory constraint counts them
-
     def of(self, kind: str, region: Region, name: str) -> Strategy:
         return self.chosen[kind, region, name]
 
@@ -78,7 +77,7 @@ class Sharding:
         return self.chosen[kind, region, name].results[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """A decision of the programme: an operator, or one of the pseudo-operators named above."""
 
@@ -87,6 +86,9 @@ class Node:
     rule: Rule | None
     options: tuple[Strategy, ...]
     weight: int
+
+
+End: TypeAlias = tuple[Node, int]  # a node and the position of a result or an operand
 
 
 def wanted_cuts(program: Blocked, ranks: int) -> dict[str, frozenset[S]]:
@@ -134,19 +136,7 @@ def shard(
     `rows` says how the rows of the batch lie in each value: splitting them is the data-parallel axis' business, so
     the strategies that would are left out here. Matrix work that can be split is never repeated.
     """
-    return _Programme(program, axis, terms, rows or {}).with_tensors().solve(seconds_limit)
-
-
-def least_seconds(program: Blocked, axis: Axis, rows: Mapping[str, S]) -> float:
-    """No sharding of a microbatch is faster: every operator by its fastest strategy, nothing resharded."""
-    programme = _Programme(program, axis, Terms(), rows)
-    nodes = programme.nodes.values()
-    return sum(n.weight * min(programme.node_seconds(n, s) for s in n.options) for n in nodes)
-
-
-def held_bytes(program: Blocked, axis: Axis, terms: Terms, rows: Mapping[str, S], sharding: Sharding) -> float:
-    """What the memory constraint counts for a sharding under `terms`."""
-    return _Programme(program, axis, terms, rows).with_tensors().held_bytes(sharding.chosen)
+    return Programme(program, axis, rows or {}).solve(terms, seconds_limit)
 
 
 def carried(program: Blocked) -> frozenset[tuple[int, int, int]]:
@@ -167,22 +157,39 @@ class _Tensor:
     value: Value
     producer: Node
     result: int
-    consumers: tuple[tuple[Node, int], ...]
+    consumers: tuple[End, ...]
     weight: int
-    saved: bool
+
+    @cached_property
+    def saved(self) -> bool:
+        """Whether some consumer keeps it for its backward; parameters are counted where they are stored."""
+        if self.producer.key[0] == "parameter":
+            return False
+        return any(c.key[0] == "op" and i in saved_operands(c.site) for c, i in self.consumers)
 
 
-class _Programme:
-    """Building, solving and reading back, in that order."""
+class Programme:
+    """The programme of one microbatch over one axis: building, solving and reading back, in that order.
 
-    def __init__(self, program: Blocked, axis: Axis, terms: Terms, rows: Mapping[str, S]) -> None:
-        self.program, self.axis, self.terms, self.rows = program, axis, terms, rows
-        wanted = wanted_cuts(program, axis.ranks)
+    Nodes and tensors depend on the program alone, so that one Programme serves several `Terms`.
+    """
+
+    def __init__(self, program: Blocked, axis: Axis, rows: Mapping[str, S]) -> None:
+        self.program, self.axis, self.rows = program, axis, rows
+        wanted = wanted_cuts(program, axis.ranks) if axis.ranks > 1 else {}
         self.wanted = {name: cuts - {rows[name]} if name in rows else cuts for name, cuts in wanted.items()}
-        self.nodes: dict[Key, Node] = {}
-        self.tensors: list[_Tensor] = []
         self.carried = carried(program)
+        self.nodes: dict[Key, Node] = {}
         self.make_nodes()
+
+    @cached_property
+    def tensors(self) -> tuple[_Tensor, ...]:
+        return tuple(self.make_tensors())
+
+    def least_seconds(self, terms: Terms) -> float:
+        """No sharding is faster: every operator by its fastest strategy, nothing resharded."""
+        nodes = self.nodes.values()
+        return sum(n.weight * min(self.node_seconds(n, s, terms) for s in n.options) for n in nodes)
 
     # -- what there is to decide -----------------------------------------------------------------------------------
 
@@ -205,16 +212,18 @@ class _Programme:
                 self.add("exit", index, block.values[name], self.boundary(block.values[name], *ins), weight)
         self.add_ops(ROOT, (s for s in program.body if isinstance(s, Op)), program.values, 1)
         loss = program.values[program.loss]
-        options = [I, P] if loss.grad else [I]
+        options = [I, P] if loss.grad and self.axis.ranks > 1 else [I]
         self.add("loss", ROOT, loss, tuple(options), 1)
 
     def add_ops(self, region: Region, ops: Iterable[Op], values: Mapping[str, Value], weight: int) -> None:
         for op in ops:
             rule = rule_of(op.target)
             site = Site(op, tuple(values[name] for name in op.operands))
-            options = tuple(
-                s for s in strategies(site, rule, self.axis.ranks, self.wanted) if not self.cuts_rows(site, s)
-            )
+            if self.axis.ranks == 1:
+                options = strategies(site, None, 1, {})[:1]
+            else:
+                offered = strategies(site, rule, self.axis.ranks, self.wanted)
+                options = tuple(s for s in offered if not self.cuts_rows(site, s))
             if rule is not None and rule.flop(site)[0] and any(s.split for s in options):
                 options = tuple(s for s in options if s.split)
             self.nodes["op", region, op.name] = Node(("op", region, op.name), site, rule, options, weight)
@@ -235,7 +244,7 @@ class _Programme:
 
     def stored(self, value: Value) -> tuple[Placement, ...]:
         """How a parameter may be stored: whole with or without partial gradients, or cut."""
-        whole: tuple[Placement, ...] = (I, R) if value.grad else (I,)
+        whole: tuple[Placement, ...] = (I, R) if value.grad and self.axis.ranks > 1 else (I,)
         return (*whole, *sorted(self.wanted.get(value.name, ())))
 
     def boundary(self, *values: Value) -> tuple[Placement, ...]:
@@ -244,30 +253,38 @@ class _Programme:
         cuts = {
             cut for v in values for cut in self.wanted.get(v.name, ()) if is_valid(cut, first.sizes, self.axis.ranks)
         }
-        whole: tuple[Placement, ...] = (I, R, P) if first.grad and first.dtype in FLOATS else (I,)
+        whole: tuple[Placement, ...] = (I,)
+        if first.grad and first.dtype in FLOATS and self.axis.ranks > 1:
+            whole = (I, R, P)
         return (*whole, *sorted(cuts))
 
     # -- what moves between decisions ------------------------------------------------------------------------------
 
-    def with_tensors(self) -> _Programme:
-        self.make_tensors()
-        return self
+    def make_tensors(self) -> Iterator[_Tensor]:
+        for index in range(len(self.program.blocks)):
+            yield from self.block_tensors(index)
+        yield from self.root_tensors()
 
-    def make_tensors(self) -> None:
+    def block_tensors(self, index: int) -> Iterator[_Tensor]:
+        """What moves inside a block: every layer that shares it moves the same."""
+        block = self.program.blocks[index]
+        producers: dict[str, End] = {}
+        consumers: dict[str, list[End]] = defaultdict(list)
+        for parameter in block.parameters:
+            producers[parameter.value.name] = (self.nodes["parameter", index, parameter.value.name], 0)
+        for value in block.inputs:
+            producers[value.name] = (self.nodes["entry", index, value.name], 0)
+        self.wire(index, block.ops, producers, consumers)
+        for name in block.outputs:
+            consumers[name].append((self.nodes["exit", index, name], 0))
+        for name, (node, result) in producers.items():
+            yield _Tensor(block.values[name], node, result, tuple(consumers[name]), len(block.paths))
+
+    def root_tensors(self) -> Iterator[_Tensor]:
+        """What moves outside of blocks and between layers; equal wires are one tensor with their number as weight."""
         program = self.program
-        for index, block in enumerate(program.blocks):
-            producers: dict[str, tuple[Node, int]] = {}
-            consumers: dict[str, list[tuple[Node, int]]] = defaultdict(list)
-            for parameter in block.parameters:
-                producers[parameter.value.name] = (self.nodes["parameter", index, parameter.value.name], 0)
-            for value in block.inputs:
-                producers[value.name] = (self.nodes["entry", index, value.name], 0)
-            self.wire(index, block.ops, producers, consumers)
-            for name in block.outputs:
-                consumers[name].append((self.nodes["exit", index, name], 0))
-            for name, (node, result) in producers.items():
-                self.tensors.append(self.tensor(block.values[name], node, result, consumers[name], len(block.paths)))
-        producers, consumers = {}, defaultdict(list)
+        producers: dict[str, End] = {}
+        consumers: dict[str, list[End]] = defaultdict(list)
         for value in program.inputs:
             producers[value.name] = (self.nodes["input", ROOT, value.name], 0)
         for parameter in program.parameters:
@@ -275,25 +292,19 @@ class _Programme:
         self.wire(ROOT, (s for s in program.body if isinstance(s, Op)), producers, consumers)
         for call in program.calls:
             block = program.blocks[call.block]
-            for result, output in zip(call.results, block.outputs, strict=True):
-                producers[result.name] = (self.nodes["exit", call.block, output], 0)
+            for returned, output in zip(call.results, block.outputs, strict=True):
+                producers[returned.name] = (self.nodes["exit", call.block, output], 0)
             for j, arg in enumerate(call.args):
                 consumers[arg].append((self.nodes["entry", call.block, block.inputs[j].name], 0))
         consumers[program.loss].append((self.nodes["loss", ROOT, program.loss], 0))
-        groups: dict[tuple[object, ...], list[Value]] = defaultdict(list)
-        wires: dict[tuple[object, ...], tuple[Node, int, tuple[tuple[Node, int], ...]]] = {}
+        equal: dict[tuple[object, ...], list[_Tensor]] = defaultdict(list)
         for name, (node, result) in producers.items():
-            readers: list[tuple[Node, int]] = []
-            for consumer, operand in consumers[name]:
-                if self.is_carried(node, consumer) or (consumer, operand) in readers:
-                    continue  # the next layer of the same kind takes it as it lies: `layers_chain`
-                readers.append((consumer, operand))
+            # the next layer of the same kind takes its input as it lies: `layers_chain`
+            readers = tuple(dict.fromkeys(end for end in consumers[name] if not self.is_carried(node, end[0])))
             key = (node.key, result, tuple((c.key, i) for c, i in readers))
-            groups[key].append(program.values[name])
-            wires[key] = (node, result, tuple(readers))
-        for key, values in groups.items():
-            node, result, readers_of = wires[key]
-            self.tensors.append(self.tensor(values[0], node, result, list(readers_of), len(values)))
+            equal[key].append(_Tensor(program.values[name], node, result, readers, 1))
+        for tensors in equal.values():
+            yield replace(tensors[0], weight=len(tensors))
 
     def is_carried(self, producer: Node, consumer: Node) -> bool:
         return producer.key[0] == "exit" and consumer.key[0] == "entry" and producer.key[1] == consumer.key[1]
@@ -302,8 +313,8 @@ class _Programme:
         self,
         region: Region,
         ops: Iterable[Op],
-        producers: dict[str, tuple[Node, int]],
-        consumers: dict[str, list[tuple[Node, int]]],
+        producers: dict[str, End],
+        consumers: dict[str, list[End]],
     ) -> None:
         for op in ops:
             node = self.nodes["op", region, op.name]
@@ -312,16 +323,11 @@ class _Programme:
             for i, value in enumerate(op.results):
                 producers[value.name] = (node, i)
 
-    def tensor(
-        self, value: Value, producer: Node, result: int, consumers: list[tuple[Node, int]], weight: int
-    ) -> _Tensor:
-        kept = producer.key[0] != "parameter" and self.terms.keeps_activations
-        saved = kept and any(c.key[0] == "op" and i in saved_operands(c.site) for c, i in consumers)
-        return _Tensor(value, producer, result, tuple(consumers), weight, saved)
-
     # -- the programme ---------------------------------------------------------------------------------------------
 
-    def solve(self, seconds_limit: float) -> Sharding | None:
+    def solve(self, terms: Terms, seconds_limit: float = 60.0) -> Sharding | None:
+        if self.axis.ranks == 1 and terms.budget_bytes is None:
+            return self.alone(terms)
         model = mathopt.Model(name="sharding")
         x: dict[tuple[Key, int], mathopt.Variable] = {}
         z: dict[tuple[int, Placement, Placement], mathopt.Variable] = {}
@@ -337,16 +343,18 @@ class _Programme:
         self.wanted_is_routed(model, x, z)
         self.routed_is_produced(model, x, z)
         self.layers_chain(model, x)
-        if self.terms.budget_bytes is not None:
-            self.memory_is_kept(model, x, z)
-        objective: mathopt.LinearExpression = mathopt.LinearExpression()
-        for node in self.nodes.values():
-            for s, strategy in enumerate(node.options):
-                objective += node.weight * self.node_seconds(node, strategy) * x[node.key, s]
+        if terms.budget_bytes is not None:
+            self.memory_is_kept(model, x, z, terms)
+        spent = [
+            (SCALE * node.weight * self.node_seconds(node, strategy, terms)) * x[node.key, s]
+            for node in self.nodes.values()
+            for s, strategy in enumerate(node.options)
+        ]
         for (t, source, target), variable in z.items():
-            tensor = self.tensors[t]
-            objective += tensor.weight * reshard_seconds(tensor.value, source, target, self.axis).total * variable
-        model.minimize(SCALE * objective)
+            moved = reshard_seconds(self.tensors[t].value, source, target, self.axis).total
+            if moved:
+                spent.append((SCALE * self.tensors[t].weight * moved) * variable)
+        model.minimize(mathopt.fast_sum(spent))
         # the relaxation is almost integral: cutting planes and presolve rounds only cost time (docs/decisions.md)
         parameters = mathopt.SolveParameters(
             threads=1,
@@ -374,14 +382,18 @@ class _Programme:
             bounds.primal_bound / SCALE,
             bounds.dual_bound / SCALE,
             reason is mathopt.TerminationReason.OPTIMAL,
-            self.held_bytes(chosen),
         )
 
-    def held_bytes(self, chosen: Mapping[Key, Strategy]) -> float:
+    def alone(self, terms: Terms) -> Sharding:
+        """One rank: there is nothing to decide."""
+        seconds = self.least_seconds(terms)
+        return Sharding(self.axis, {key: node.options[0] for key, node in self.nodes.items()}, seconds, seconds, True)
+
+    def held_bytes(self, chosen: Mapping[Key, Strategy], terms: Terms) -> float:
         """The left-hand side of the memory constraint for a decision."""
-        held = sum(node.weight * self.node_bytes(node, chosen[node.key]) for node in self.nodes.values())
+        held = sum(node.weight * self.node_bytes(node, chosen[node.key], terms) for node in self.nodes.values())
         for tensor in self.tensors:
-            if tensor.saved:
+            if terms.keeps_activations and tensor.saved:
                 targets = {chosen[c.key].operands[i] for c, i in tensor.consumers}
                 held += tensor.weight * sum(local_bytes(tensor.value, q, self.axis.ranks) for q in targets)
         return held
@@ -392,7 +404,7 @@ class _Programme:
     def asked(self, tensor: _Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.operands[i] for c, i in tensor.consumers for s in c.options))
 
-    def node_seconds(self, node: Node, strategy: Strategy) -> float:
+    def node_seconds(self, node: Node, strategy: Strategy, terms: Terms) -> float:
         """Seconds per microbatch; a tiny share of the bytes held breaks ties in favour of memory."""
         kind = node.key[0]
         if kind == "op":
@@ -401,7 +413,7 @@ class _Programme:
             value = node.site.results[0]
             held = local_bytes(value, strategy.results[0], self.axis.ranks)
             summed = self.axis.seconds(Collective.ALL_REDUCE, value.bytes) if strategy.results[0] is R else 0.0
-            return summed / self.terms.microbatches + TIE_BREAK_S_PER_BYTE * held
+            return summed / terms.microbatches + TIE_BREAK_S_PER_BYTE * held
         return 0.0
 
     def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
@@ -456,28 +468,32 @@ class _Programme:
         model: mathopt.Model,
         x: Mapping[tuple[Key, int], mathopt.Variable],
         z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
+        terms: Terms,
     ) -> None:
-        assert self.terms.budget_bytes is not None
-        held: mathopt.LinearExpression = mathopt.LinearExpression()
-        for node in self.nodes.values():
-            for s, strategy in enumerate(node.options):
-                held += node.weight * self.node_bytes(node, strategy) / MIB * x[node.key, s]
+        assert terms.budget_bytes is not None
+        held = [
+            (node.weight * self.node_bytes(node, strategy, terms) / MIB) * x[node.key, s]
+            for node in self.nodes.values()
+            for s, strategy in enumerate(node.options)
+        ]
         for (t, _, target), variable in z.items():
             tensor = self.tensors[t]
-            if tensor.saved:
-                held += tensor.weight * local_bytes(tensor.value, target, self.axis.ranks) / MIB * variable
-        model.add_linear_constraint(held <= self.terms.budget_bytes / MIB)
+            if terms.keeps_activations and tensor.saved:
+                held.append((tensor.weight * local_bytes(tensor.value, target, self.axis.ranks) / MIB) * variable)
+        model.add_linear_constraint(mathopt.fast_sum(held) <= terms.budget_bytes / MIB)
 
-    def node_bytes(self, node: Node, strategy: Strategy) -> float:
-        if node.key[0] == "parameter":
+    def node_bytes(self, node: Node, strategy: Strategy, terms: Terms) -> float:
+        """Bytes that a decision holds through the step: states of a parameter, results kept for the backward."""
+        kind = node.key[0]
+        if kind == "parameter":
             value = node.site.results[0]
-            elements = local_bytes(value, strategy.results[0], self.axis.ranks) / (value.bytes / max(1, value.elements))
-            return elements * self.terms.state_bytes
-        if node.key[0] == "op" and self.terms.keeps_activations:
+            elements = local_bytes(value, strategy.results[0], self.axis.ranks) / DTYPE_BYTES[value.dtype]
+            return elements * terms.state_bytes
+        if kind == "op" and terms.keeps_activations:
             results = zip(node.site.results, strategy.results, strict=True)
             kept = saved_results(node.site)
             return sum(local_bytes(v, p, self.axis.ranks) for i, (v, p) in enumerate(results) if i in kept)
-        if node.key[0] == "entry" and not self.terms.keeps_activations:
+        if kind == "entry" and not terms.keeps_activations:
             return local_bytes(node.site.results[0], strategy.results[0], self.axis.ranks)
         return 0.0
 

@@ -5,6 +5,7 @@ Everything is priced on the lowered program: the very operators and collectives 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
@@ -206,44 +207,69 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     return StepSeconds(
         compute=m * compute.total,
         tp_comm=m * comm.total + sums,
-        dp_comm=dp_seconds(problem, variant, m, compute),
+        dp_comm=dp_seconds(problem, variant, compute),
         recompute=m * again,
         optimizer=optimizer_seconds(touched * ceil(settled.trained / shard), device),
     )
 
 
-def dp_seconds(problem: Problem, variant: Variant, m: int, compute: Seconds) -> float:
-    """What data-parallel communication adds to a step, beside the compute that it runs next to.
+@dataclass(frozen=True)
+class DataParallelUse:
+    """A collective of the data-parallel axis: how often it runs in a step, and which pass it runs beside."""
 
-    Gradients are reduced in fp32, parameters gathered in the compute dtype, unit by unit.
+    kind: Collective
+    axis: Axis
+    unit: str
+    full_bytes: int
+    per_pass: int  # units of this kind
+    passes: int  # forward or backward passes of a step in which it runs
+    beside_backward: bool
+
+    @property
+    def seconds_per_pass(self) -> float:
+        return self.per_pass * self.axis.seconds(self.kind, self.full_bytes)
+
+
+def dp_uses(problem: Problem, variant: Variant) -> tuple[DataParallelUse, ...]:
+    """What the engine runs over dp: gradients reduced in fp32, parameters gathered in the compute dtype, by unit.
+
+    Stage 1 reduces once per step, stage 2 after every microbatch; both gather once. Stage 3 gathers for every forward
+    and, but for the root, for every backward.
     """
-    settled = variant.settled
-    pair, cluster = settled.pair, problem.cluster
+    settled, stage = variant.settled, variant.zero
+    pair = settled.pair
     if pair.dp == 1:
-        return 0.0
-    shards = variant.group if variant.zero else 1
-    inner = Axis.of(cluster, "dp_shard", shards, pair.tp)
-    outer = Axis.of(cluster, "dp_replicate", pair.dp // shards, pair.tp * shards)
+        return ()
+    m = pair.microbatches(problem.global_batch)
+    shards = variant.group if stage else 1
+    inner = Axis.of(problem.cluster, "dp_shard", shards, pair.tp)
+    outer = Axis.of(problem.cluster, "dp_replicate", pair.dp // shards, pair.tp * shards)
+    names = [*(block.name for block in settled.lowered.program.blocks), "outside blocks"]
+    reductions = m if stage >= 2 else 1
+    uses: list[DataParallelUse] = []
 
-    def reduced(unit: Unit) -> float:
-        full = 4 * unit.trained
-        scattered = inner.seconds(Collective.REDUCE_SCATTER, full) if shards > 1 else 0.0
-        return scattered + (outer.seconds(Collective.ALL_REDUCE, full / shards) if outer.ranks > 1 else 0.0)
+    def add(kind: Collective, axis: Axis, name: str, size: int, unit: Unit, passes: int, backward: bool) -> None:
+        if axis.ranks > 1 and size:
+            uses.append(DataParallelUse(kind, axis, name, size, unit.count, passes, backward))
 
-    def gathered(unit: Unit) -> float:
-        return inner.seconds(Collective.ALL_GATHER, problem.compute_bytes * unit.elements) if shards > 1 else 0.0
+    for name, unit in zip(names, settled.units, strict=True):
+        gradients, parameters = 4 * unit.trained, problem.compute_bytes * unit.elements
+        add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
+        add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, reductions, True)
+        add(Collective.ALL_GATHER, inner, name, parameters, unit, m if stage == 3 else 1, False)
+        if stage == 3 and name != names[-1]:
+            add(Collective.ALL_GATHER, inner, name, parameters, unit, m, True)
+    return tuple(uses)
 
-    reduce = sum(u.count * reduced(u) for u in settled.units)
-    gather = sum(u.count * gathered(u) for u in settled.units)
-    again = sum(u.count * gathered(u) for u in settled.units[:-1])  # the root stays gathered until its backward
-    device = cluster.device
 
-    def beside(comm: float, work: float) -> float:
-        return exposed_seconds(work, comm, device)
-
-    forward, backward = compute.forward, compute.backward
-    if variant.zero in (0, 1):
-        return beside(reduce, backward) + beside(gather, forward)
-    if variant.zero == 2:
-        return m * beside(reduce, backward) + beside(gather, forward)
-    return m * (beside(reduce + again, backward) + beside(gather, forward))
+def dp_seconds(problem: Problem, variant: Variant, compute: Seconds) -> float:
+    """What data-parallel communication adds to a step: what the compute of its pass does not hide."""
+    device = problem.cluster.device
+    beside: dict[tuple[bool, int], float] = defaultdict(float)
+    for use in dp_uses(problem, variant):
+        beside[use.beside_backward, use.passes] += use.seconds_per_pass
+    added = 0.0
+    hidden = {True: compute.backward, False: compute.forward}
+    for (backward, passes), seconds in sorted(beside.items()):
+        added += passes * exposed_seconds(hidden[backward], seconds, device)
+    return added

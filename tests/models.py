@@ -347,13 +347,21 @@ def prepared(case: Case, precision: str = "fp32") -> Any:
 
 
 @cache
-def planned(case: Case, fix: str, world: int = 0, limit_bytes: int = 0, precision: str = "fp32") -> Any:
-    """The compiler's last state: plan, lowered program, text. `world` ranks, or as many as the pins take."""
-    from costmodels.cluster import Cluster
+def planned(
+    case: Case, fix: str, world: int = 0, limit_bytes: int = 0, precision: str = "fp32", thin: bool = False
+) -> Any:
+    """The compiler's last state: plan, lowered program, text. `world` ranks, or as many as the pins take.
+
+    On tiny tensors a collective costs its latency. `thin` links have none, and so few bytes per second that only
+    traffic counts: other plans win there.
+    """
+    from costmodels.cluster import Cluster, Link
     from passes.pipeline import PIPELINE, SEARCH
     from passes.state import run
 
     cluster = Cluster.preset(f"cpu:{world or ranks(fix)}")
+    if thin:
+        cluster = replace(cluster, intra_node=Link(1e7, 1e-9))
     if limit_bytes:
         cluster = cluster.with_memory_limit(limit_bytes)
     state = prepared(case, precision)

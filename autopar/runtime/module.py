@@ -52,6 +52,10 @@ class ShardedModule(nn.Module, metaclass=_UserNamesWin):
         self._sharded_blocks: list[nn.Module] = []
         self._path = ""
 
+    def __getitem__(self, index: int) -> nn.Module:
+        """A numbered child: the user's model may be a Sequential itself."""
+        return self.get_submodule(str(index))
+
     def parameter(
         self,
         name: str,

@@ -36,8 +36,9 @@ def cross_entropy(site: Site) -> tuple[Factor, ...]:
     found = by_class(site)
     plain = len(site.operands) == 2 and not site.arg(5, "label_smoothing", 0.0)
     if len(scores.sizes) == 2 and target.dtype not in FLOATS and plain:
-        once = (Collective.ALL_REDUCE, 4 * scores.sizes[0])
-        vocabulary = Factor("vocabulary", (Dim(1), None), (None,), form=VOCABULARY, inside=(once,) * 3, partial=False)
+        # the maximum of each row, then the sum of exponentials beside the target's score
+        both = ((Collective.ALL_REDUCE, 4 * scores.sizes[0]), (Collective.ALL_REDUCE, 8 * scores.sizes[0]))
+        vocabulary = Factor("vocabulary", (Dim(1), None), (None,), form=VOCABULARY, inside=both, partial=False)
         found += (vocabulary,)
     return found
 
