@@ -164,12 +164,12 @@ class Compared:
         return self.predicted.saved / self.measured.saved - 1
 
 
-def compare(pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, limit_gib: float | None = None) -> Compared:
+def compare(
+    pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, limit_gib: float | None = None
+) -> Compared:
     """Plan a case for some local processes, and measure its program there."""
     cluster = Cluster.preset(f"cpu:{ranks}")
-    if limit_gib is not None:
-        cluster = cluster.with_memory_limit(int(limit_gib * 2**30))
-    task = Task(case.model, case.batch, case.loss_fn, cluster, ROWS, "fp32", "adamw", fix, "", None, limit_gib)
+    task = Task(case.model, case.batch, case.loss_fn, cluster, ROWS, precision, "adamw", fix, "", None, None)
     state = run(PIPELINE, State(task, lambda text: None, lambda: False))
     plan, captured = made(state.plan, "the plan"), made(state.captured, "the capture")
     program = load_program(made(state.program, "the program"))
@@ -180,7 +180,9 @@ def compare(pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, li
     shares = []
     for rank in range(plan.mesh.dp):
         first, rows = program.own_rows(rank)
-        shares.append([tensors[one.name][first : first + rows] if one.rows else tensors[one.name] for one in program.inputs])
+        shares.append(
+            [tensors[one.name][first : first + rows] if one.rows else tensors[one.name] for one in program.inputs]
+        )
     known = {name: buffer.detach() for name, buffer in case.model.named_buffers()} | dict(captured.constants)
     found = pool.run(plan.mesh.devices, measure, state.program, known, shares, plan.mesh.tp)
     measured = Measured(max(m.peak for m in found), max(m.saved for m in found))
@@ -253,7 +255,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     pool = Pool()
     parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-    print("kB                             peak                        saved activations      the peak's parts, predicted")
+    print(
+        "kB                             peak                        saved activations      the peak's parts, predicted"
+    )
     print(f"{'':30}predicted measured  error  predicted measured  error  {' '.join(p[:8].rjust(8) for p in parts)}")
     worst = [0.0, 0.0]
     for name in options.models or MODELS:

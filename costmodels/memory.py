@@ -65,40 +65,52 @@ class Kind(Enum):
 
 
 class Engine:
-    """What is held, moment by moment, from the forward of the last microbatch of a step to the optimizer.
+    """What is held in one microbatch of a step, moment by moment.
 
     The caller plays the pass: `forward` and `backward` of units, the root (the last unit) around them all. Each yields
-    the moments on its way; after it the unit computes.
+    the moments on its way; after it the unit computes. `first` and `last` say which microbatch of the step it is.
     """
 
     def __init__(
-        self, units: Sequence[Unit], kind: Kind, *, stage: int, ranks: int, compute_bytes: int, states: int, several: bool,
+        self,
+        units: Sequence[Unit],
+        kind: Kind,
+        *,
+        stage: int,
+        ranks: int,
+        compute_bytes: int,
+        states: int,
+        first: bool = True,
+        last: bool = True,
         copies: bool = False,
-    ) -> None:  # fmt: skip
-        self.units, self.kind, self.stage, self.ranks = units, kind, stage, ranks
-        self.compute_bytes, self.several, self.copies = compute_bytes, several, copies
+    ) -> None:
+        self.kind, self.stage, self.ranks, self.compute_bytes = kind, stage, ranks, compute_bytes
+        self.first, self.last = first, last
+        self.copies = copies  # whether the library reduces a copy of what it is given (gloo)
+        elements, trained = sum(u.elements for u in units), FP32_BYTES * sum(u.trained for u in units)
         shard = ranks if kind is Kind.SHARDS else 1
-        elements, trained = sum(u.elements for u in units), sum(u.trained for u in units)
         self.parameters = FP32_BYTES * elements // shard
-        self.optimizer = FP32_BYTES * states * trained // shard
-        self.gathering = self.prefetched = self.reducing = 0
-        self.whole = 0  # parameters that are gathered
+        self.optimizer = states * trained // shard
         self.fresh = 0  # gradients of the root that are complete; the caller's to set
+        self.whole = 0  # parameters that are gathered
+        self.gathering = self.prefetched = self.reducing = 0
         if kind is Kind.PLAIN:
-            self.gradients = FP32_BYTES * trained * several
+            self.gradients = 0 if first else trained
         elif kind is Kind.BUCKETS:
-            self.gradients = FP32_BYTES * trained * (2 if several else 1)
+            self.gradients = trained if first else 2 * trained
+        elif first:
+            self.gradients = 0
         else:
-            self.gradients = FP32_BYTES * trained * several // (1 if stage == 1 else shard)
-            if several and stage < 3:
-                self.whole = compute_bytes * elements
+            self.gradients = trained if stage == 1 else trained // ranks
+            self.whole = compute_bytes * elements if stage < 3 else 0
+            self.reducing = FP32_BYTES * units[-1].trained if stage > 1 else 0  # of the microbatch before
 
     @property
     def passing(self) -> bool:
-        """Whether a gradient is added to what is there already and freed, as soon as it is complete."""
+        """Whether a gradient, once complete, is added to what is there already and freed."""
         if self.kind is Kind.SHARDS:
-            return self.stage == 1 and self.several and self.compute_bytes == FP32_BYTES
-        return self.kind is Kind.BUCKETS or self.several
+            return self.stage == 1 and not self.first and self.compute_bytes == FP32_BYTES
+        return not self.first or (self.kind is Kind.BUCKETS and self.last)
 
     def now(self) -> StaticBytes:
         return StaticBytes(
@@ -110,9 +122,8 @@ class Engine:
 
     def forward(self, unit: Unit) -> Iterator[None]:
         """The moments before a unit computes."""
-        if self.kind is Kind.SHARDS and (self.stage == 3 or not self.several):
-            flat = self.flat(unit)
-            before, self.gathering = self.gathering, self.gathering + flat
+        if self.kind is Kind.SHARDS and (self.stage == 3 or self.first):
+            before, self.gathering = self.gathering, self.gathering + self.flat(unit)
             yield
             self.gathering -= before
             self.whole += self.compute_bytes * unit.elements
@@ -121,46 +132,47 @@ class Engine:
         if self.kind is Kind.SHARDS and self.stage == 3:
             self.whole -= self.compute_bytes * unit.elements
 
-    def head(self, last: Unit | None) -> None:
-        """The loss is there: the root's backward begins, and gathers the last unit's parameters meanwhile."""
+    def turn(self, following: Unit | None) -> None:
+        """The loss is there; the root's backward begins. `following` is the unit whose backward comes next."""
         self.gathering = 0
-        self.prefetch(last)
-
-    def prefetch(self, unit: Unit | None) -> None:
-        again = self.kind is Kind.SHARDS and self.stage == 3 and unit is not None
-        self.prefetched = self.flat(unit) if again and unit is not None else 0
+        self.prefetch(following)
 
     def backward(self, unit: Unit, following: Unit | None) -> Iterator[None]:
-        """The moments before the backward of a unit computes; `following` is the unit whose backward comes next."""
+        """The moments before the backward of a unit computes."""
         if self.kind is Kind.SHARDS and self.stage == 3:
             self.whole += self.compute_bytes * unit.elements
             yield
             self.prefetch(following)
 
     def after_backward(self, unit: Unit) -> Iterator[None]:
-        """The moments of the reduction of a unit."""
+        """The moments in which the gradients of a unit are stored or reduced."""
         grown = FP32_BYTES * unit.trained
-        if self.kind is Kind.PLAIN:
-            self.gradients += 0 if self.several else grown
-        elif self.kind is Kind.BUCKETS:
-            self.gradients -= grown if self.several else 0
+        if self.kind is Kind.BUCKETS:
+            self.gradients += grown * (self.first - self.last)
+        elif self.kind is Kind.PLAIN:
+            self.gradients += grown * self.first
+        elif self.stage == 1 and not self.last:
+            self.gradients += grown * self.first
         else:
-            self.whole -= self.compute_bytes * unit.elements
-            fresh = 0 if self.stage == 1 and self.several else self.compute_bytes * unit.trained
-            self.reducing = grown + fresh
+            if self.stage == 3 or self.last:
+                self.whole -= self.compute_bytes * unit.elements
+            kept = self.stage == 1 and not self.first  # its gradients are among `gradients` already
+            self.reducing = grown + (0 if kept else self.compute_bytes * unit.trained)
             yield
             self.reducing = grown * (1 + self.copies)
-            if self.stage == 1 and self.several:
-                self.gradients -= grown
-            self.gradients += grown // self.ranks
+            self.gradients += grown // self.ranks - grown * kept
             yield
             self.reducing = grown
-            if self.stage > 1 and self.several:  # added to what was there
+            if self.stage > 1 and not self.first:  # added to what was there
                 self.gradients -= grown // self.ranks
 
     def rest(self) -> None:
         """The backward pass is over."""
         self.gathering = self.prefetched = self.reducing = 0
+
+    def prefetch(self, unit: Unit | None) -> None:
+        again = self.kind is Kind.SHARDS and self.stage == 3 and unit is not None
+        self.prefetched = self.flat(unit) if again and unit is not None else 0
 
     def flat(self, unit: Unit) -> int:
         return self.compute_bytes * unit.elements if self.ranks > 1 else 0

@@ -56,7 +56,9 @@ def batch_info(graph: Graph, row_inputs: frozenset[str]) -> BatchInfo:
     normalizers: list[str] = []
     for op in graph.ops:
         if any(counted_rows(op)):
-            return BatchInfo(spread, (), f"{_where(op)} computes with a number of rows that is no multiple of the batch")
+            return BatchInfo(
+                spread, (), f"{_where(op)} computes with a number of rows that is no multiple of the batch"
+            )
         if mutates(op):
             return BatchInfo(spread, (), f"{_where(op)} changes a buffer, once per step and not once per microbatch")
     for op in trial.ops:

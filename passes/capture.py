@@ -207,8 +207,8 @@ class _Step(nn.Module):
 
 
 _PRODUCTS = frozenset(
-    ["linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d",
-     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
+    ["linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d",
+     "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
      "multi_head_attention_forward"]
 )  # fmt: skip
 _NORMS = frozenset(["layer_norm", "rms_norm", "group_norm", "instance_norm", "prelu"])
@@ -302,12 +302,15 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-_REMEDIES = (
-    ("GuardOnDataDependent", "its forward decides on the values of a tensor; use torch.where or torch.cond, or make it static"),
-    ("DataDependentOutput", "its forward reads a value out of a tensor (.item()); compute it outside, or keep it a tensor"),
-    ("Constraints violated", "something in its forward or loss turns the number of rows into a plain int (len(x), int()); use x.shape[0]"),
-    ("DynamicOutputShape", "its forward makes a shape from the values of a tensor (nonzero, masking); use a fixed capacity or torch.where"),
-)  # fmt: skip
+_REMEDIES = {
+    "GuardOnDataDependent": "its forward decides on the values of a tensor; "
+    "use torch.where or torch.cond, or make it static",
+    "DataDependentOutput": "its forward reads a value out of a tensor (.item()); "
+    "compute it outside, or keep it a tensor",
+    "DynamicOutputShape": "its forward makes a shape from the values of a tensor; use a fixed capacity or torch.where",
+    "Constraints violated": "its forward or loss makes a plain int of the number of rows (len(x), int()); "
+    "use x.shape[0]",
+}
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
@@ -315,10 +318,15 @@ def _explain(error: Exception, model: nn.Module) -> str:
     torch_root = str(Path(torch.__file__).parent)
     here = str(Path(__file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != here]
-    own = [f for f in frames if not f.filename.startswith(torch_root) and "contextlib" not in f.filename and f.filename[0] != "<"]
+    own = [
+        f
+        for f in frames
+        if not f.filename.startswith(torch_root) and "contextlib" not in f.filename and f.filename[0] != "<"
+    ]
     where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
     text = f"{type(error).__name__}: {error}"
-    what = next((remedy for mark, remedy in _REMEDIES if mark in text), str(error).strip().splitlines()[0][:300])
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    what = next((remedy for mark, remedy in _REMEDIES.items() if mark in text), said[0][:300])
     return f"{type(model).__name__} cannot be captured{where}: {what}"
 
 
@@ -327,7 +335,7 @@ def _notes(model: nn.Module, leaves: Mapping[str | int, Any]) -> Iterator[str]:
         yield "the model's own gradient checkpointing is ignored: recompute is planned here"
     for key, leaf in leaves.items():
         if isinstance(leaf, (int, float)):
-            yield f"batch entry {key} is {leaf} for good: a number is part of the program; make it a tensor if it varies"
+            yield f"batch entry {key} is {leaf} for good: numbers are part of the program; a tensor may vary"
 
 
 # -- the border: every fx node becomes a record, once ------------------------------------------------------------
@@ -435,6 +443,7 @@ def _size(size: int | torch.SymInt) -> int | Size:
 
 # -- no operator writes in place, buffers excepted ----------------------------------------------------------------
 
+
 def functional(graph: Graph) -> Graph:
     """In-place operators on activations become functional; later readers read the new value.
 
@@ -446,8 +455,12 @@ def functional(graph: Graph) -> Graph:
     aliased: set[str] = set()
     newest: dict[str, str] = {}
     ops: list[Op] = []
+
+    def now(arg: Arg) -> Arg:
+        return Ref(newest.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
+
     for op in graph.ops:
-        op = map_op(op, lambda a: Ref(newest.get(a.name, a.name)) if isinstance(a, Ref) else a)
+        op = map_op(op, now)
         if op.operands and may_alias(op, graph.values[op.operands[0]].dtype):
             aliased.update(op.operands, (v.name for v in op.results))
         if mutates(op) and op.operands[0] in buffers:
@@ -498,7 +511,11 @@ class _Reader:
         names = {user.args[1]: user.name for user in node.users if "getitem" in str(user.target)}
         results = []
         for i, one in enumerate(fakes):
-            name = names.get(i) or _unused(f"{node.name}_{i}", self.taken) if isinstance(fake, (tuple, list)) else node.name
+            name = (
+                names.get(i) or _unused(f"{node.name}_{i}", self.taken)
+                if isinstance(fake, (tuple, list))
+                else node.name
+            )
             dtype = str(one.dtype).removeprefix("torch.")
             results.append(_value(name, one, grad=grad and dtype in FLOATS))
         # several getitem nodes of one index read the same result

@@ -23,6 +23,7 @@ from passes.rules.matmul import BIAS_ONCE
 from passes.spelling import Speller, Text
 
 WIDTH = 118
+INDENT = 8  # of a statement in a method
 RUNTIME = [
     "I",
     "Input",
@@ -193,17 +194,14 @@ class _Body:
         for result, name in zip(results, names, strict=True):
             self.texts[result] = Text(name)
         line = f"{', '.join(names)} = {text.source}"
-        note = self.comment(results[0])
-        if len(line) + len(note) + 16 > WIDTH:
-            self.lines.append(f"# {note}")
-        else:
-            line = f"{line}  # {note}"
-        self.lines.append(self.guard(statement, line))
+        self.lines.append(self.guard(statement, commented(line, self.comment(results[0]))))
         for result in results:
             if not self.uses[result]:
                 self.names.drop(result)
 
     def like(self, statement: LocalOp | Reshard, result: str) -> str:
+        if result in self.called:
+            return self.called[result]
         if isinstance(statement, Reshard):
             return self.names.live.get(statement.value.name, statement.value.name)
         op = statement.op
@@ -239,6 +237,7 @@ class _Body:
                         self.names.drop(root)
 
     inlined: dict[str, set[str]] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)  # values whose name is settled
 
     def roots(self, name: str) -> set[str]:
         """The named values that the text of `name` mentions for the last time."""
@@ -264,7 +263,7 @@ class _Body:
             return line
         self.sites += 1
         axes = f', axes=("{self.axis}",)' if statement.strategy.split and self.ranks > 1 else ""
-        return f"with self.rng({self.sites}{axes}):\n    {line}"
+        return f"with self.rng({self.sites}{axes}):\n" + indent(line, "    ")
 
     def expression(self, statement: LocalOp | Reshard) -> tuple[list[str], Text]:
         if isinstance(statement, Reshard):
@@ -336,6 +335,38 @@ class _Body:
         if not is_even(cut, value.sizes, self.ranks):
             text += f"{prefix}size={value.sizes[cut.dim]}, "
         return text
+
+
+def commented(line: str, note: str) -> str:
+    """A statement with its shape beside it, or above it where the line is full; long calls are broken."""
+    beside = f"{line}  # {note}"
+    if len(beside) + INDENT <= WIDTH:
+        return beside
+    if len(line) + INDENT > WIDTH:
+        line = broken(line)
+    return f"# {note}\n{line}"
+
+
+def broken(line: str) -> str:
+    """A long `name = call(a, b)` with the arguments of its last call on lines of their own."""
+    if not line.endswith(")"):
+        return line
+    depth, start = 0, 0
+    for i in range(len(line) - 1, -1, -1):
+        depth += (line[i] in ")]}") - (line[i] in "([{")
+        if depth == 0:
+            start = i
+            break
+    inner, parts, last = line[start + 1 : -1], [], 0
+    depth = 0
+    for i, c in enumerate(inner):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            parts.append(inner[last:i].strip())
+            last = i + 1
+    parts.append(inner[last:].strip())
+    arguments = "".join(f"    {part},\n" for part in parts if part)
+    return f"{line[: start + 1]}\n{arguments})"
 
 
 def _reads(statement: object) -> tuple[str, ...]:
@@ -482,6 +513,11 @@ def _forward(lowered: Lowered, emission: Emission) -> str:
         arguments.append(body.bind_input(name, name))
     body.device = f"{arguments[0]}.device"
     statements = region.statements
+    calls = [s for s in statements if isinstance(s, LocalCall)]
+    for call in calls:  # what a layer takes first is called x, as inside the layer
+        arg = next((a for a in call.args if region.locals[a].value.grad), None)
+        if arg is not None and body.uses[arg] == 1:
+            body.called[arg] = "x"
     i = 0
     while i < len(statements):
         statement = statements[i]

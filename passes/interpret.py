@@ -24,6 +24,11 @@ def schema(op: Op) -> torch.FunctionSchema:
     return declared
 
 
+def is_random(op: Op) -> bool:
+    """Whether the operator draws random numbers."""
+    return op.target != CONSTANT and torch.Tag.nondeterministic_seeded in overload(op).tags
+
+
 def may_alias(op: Op, dtype: str) -> bool:
     """Whether a result may share memory with the first operand, of `dtype`: PyTorch's schema says so."""
     if op.target == CONSTANT or (op.target.startswith("aten.to.") and op.results[0].dtype != dtype):
@@ -37,6 +42,7 @@ def call(op: Op, tensors: Mapping[str, torch.Tensor], rows: int = 1, device: str
     """The results of one operator on real (or fake) tensors; `rows` is the global batch."""
     if op.target == CONSTANT:
         return (torch.tensor(op.args[0], dtype=getattr(torch, op.results[0].dtype), device=device),)
+
     def value(arg: Arg) -> Any:
         if isinstance(arg, Ref):
             return tensors[arg.name]

@@ -40,73 +40,97 @@ class StepBytes:
 
 def step_bytes(problem: Problem, variant: Variant, rehearsal: Rehearsal) -> StepBytes:
     """Memory of a variant, from the rehearsal of its program."""
-    m = variant.settled.pair.microbatches(problem.global_batch)
-    program = variant.settled.lowered.program
+    settled = variant.settled
     shards = variant.group if variant.zero else 1
-    units = [unit(block.parameters, shards) for block in rehearsal.blocks]
-    outer = unit(rehearsal.root.parameters, shards)
-    engine = engine_of(problem, variant, [*(u for u, b in zip(units, program.blocks, strict=True) for _ in b.paths), outer])
-    inputs = m * sum(v.bytes for v in program.inputs) + rehearsal.buffer_bytes
-    peak = StepBytes(engine.now(), 0, 0, 0, inputs, 0)
+    m = settled.pair.microbatches(problem.global_batch)
+    inputs = m * sum(v.bytes for v in settled.lowered.program.inputs) + rehearsal.buffer_bytes
+    watch = _Watch(inputs)
+    # microbatches between the first and the last are alike
+    for i in sorted({0, m // 2, m - 1}):
+        watch.engine = engine_of(problem, variant, rehearsal, first=i == 0, last=i == m - 1)
+        _microbatch(watch, variant, rehearsal, shards)
+    # gradients that are partial over tp are copied together to be summed; then the update
+    watch.see(0, min(settled.partial_bytes // shards, BUCKET_BYTES) if settled.pair.tp > 1 else 0)
+    watch.see(0, update_bytes(problem, rehearsal.parameters, shards))
+    assert watch.peak is not None, "seen a moment ago"
+    return replace(watch.peak, saved=watch.saved)
 
-    def see(activations: int, transient: int = 0, logits: int = 0) -> None:
-        nonlocal peak
-        static = engine.now()
-        if static.total + activations + transient + logits + inputs > peak.peak:
-            peak = StepBytes(static, activations, logits, transient, inputs, 0)
+
+class _Watch:
+    """Keeps the fullest moment."""
+
+    engine: Engine
+
+    def __init__(self, inputs: int) -> None:
+        self.inputs = inputs
+        self.peak: StepBytes | None = None
+        self.saved = 0
+
+    def see(self, activations: int, transient: int = 0, logits: int = 0) -> None:
+        static = self.engine.now()
+        total = static.total + activations + transient + logits + self.inputs
+        if self.peak is None or total > self.peak.peak:
+            self.peak = StepBytes(static, activations, logits, transient, self.inputs, 0)
+
+
+def _microbatch(watch: _Watch, variant: Variant, rehearsal: Rehearsal, shards: int) -> None:
+    """The forward and backward pass of one microbatch."""
+    engine, see = watch.engine, watch.see
+    root, order = rehearsal.root, rehearsal.root.calls
+    units = [unit(block.parameters, shards) for block in rehearsal.blocks]
+    outer = unit(root.parameters, shards)
 
     # forward: what is saved inside of layers, beside what the root holds
-    root, order = rehearsal.root, rehearsal.root.calls
     layers: list[BlockMemory] = []
+    done = [0] * len(units)
     saved = 0
     for _ in engine.forward(outer):
         see(0)
     for stretch, b in zip(root.forward, order, strict=False):
-        again = order[: len(layers)].count(b) < variant.recompute[b]
-        layer = (rehearsal.recomputed if again else rehearsal.blocks)[b]
-        see(saved + stretch.live_bytes, stretch.peak_bytes - stretch.live_bytes)
+        layer = (rehearsal.recomputed if done[b] < variant.recompute[b] else rehearsal.blocks)[b]
+        live = saved + stretch.live_bytes
+        see(live, stretch.peak_bytes - stretch.live_bytes)
         for _ in engine.forward(units[b]):
-            see(saved + stretch.live_bytes)
-        see(saved + stretch.live_bytes, layer.forward_peak_bytes)
+            see(live)
+        see(live, layer.forward_peak_bytes)
         engine.after_forward(units[b])
         saved += layer.saved_bytes
+        done[b] += 1
         layers.append(layer)
 
-    # loss: all is saved
-    held = saved + root.forward[-2 if layers else -1].live_bytes
-    most = saved + root.forward[-1].live_bytes
-    see(held, logits=saved + root.forward[-1].peak_bytes - held)
-
-    # backward: gradients of parameters stay where they came, or pass
+    # all is saved; what the root holds behind the last layer are logits
+    last = root.forward[-1]
+    watch.saved = saved + last.live_bytes
+    live = saved + root.forward[-2].live_bytes if layers else watch.saved
+    see(live, logits=saved + last.peak_bytes - live)
     upcoming = [units[order[call]] for call in root.backward_calls]
-    engine.head(upcoming[0] if upcoming else None)
-    see(held, logits=saved + peak_of(root.backward[0], engine.passing) - held)
-    for i, call in enumerate(root.backward_calls):
-        stretch, layer, one = root.backward[i], layers[call], upcoming[i]
-        live = stretch.live_bytes
+    engine.turn(upcoming[0] if upcoming else None)
+    see(live, logits=saved + peak_of(root.backward[0], engine) - live)
+
+    # backward: gradients come, and what was saved goes
+    for i, (call, one) in enumerate(zip(root.backward_calls, upcoming, strict=True)):
+        stretch, layer = root.backward[i], layers[call]
+        live = saved + stretch.live_bytes
         if i:
-            see(saved + live, peak_of(stretch, engine.passing) - live)
+            see(live, peak_of(stretch, engine) - stretch.live_bytes)
         engine.fresh = 0 if engine.passing else stretch.gradient_bytes
         for _ in engine.backward(one, upcoming[i + 1] if i + 1 < len(upcoming) else None):
-            see(saved + live, layer.left_bytes)
-        see(saved + live, peak_of(layer, engine.passing) - layer.saved_bytes)
+            see(live, layer.left_bytes)
+        see(live, peak_of(layer, engine) - layer.saved_bytes)
         saved -= layer.saved_bytes
         for _ in engine.after_backward(one):
-            see(saved + live, layer.left_bytes)
+            see(live - layer.saved_bytes, layer.left_bytes)
         engine.fresh = 0
-    see(0, peak_of(root.backward[-1], engine.passing))
+    see(0, peak_of(root.backward[-1], engine))
     for _ in engine.after_backward(outer):
         see(0)
     engine.rest()
 
-    # gradients that are partial over tp are copied together to be summed; then the update
-    see(0, min(variant.settled.partial_bytes // shards, BUCKET_BYTES) if variant.settled.pair.tp > 1 else 0)
-    see(0, update_bytes(problem, rehearsal.parameters, shards))
-    return replace(peak, saved=most)
-
 
 def unit(parameters: tuple[Held, ...], shards: int) -> Unit:
-    return Unit(sum(padded(p.shape, shards) for p in parameters), sum(padded(p.shape, shards) for p in parameters if p.trained))
+    return Unit(
+        sum(padded(p.shape, shards) for p in parameters), sum(padded(p.shape, shards) for p in parameters if p.trained)
+    )
 
 
 def padded(shape: tuple[int, ...], shards: int) -> int:
@@ -115,31 +139,31 @@ def padded(shape: tuple[int, ...], shards: int) -> int:
     return -(-first // shards) * shards * prod(rest)
 
 
-def engine_of(problem: Problem, variant: Variant, units: list[Unit]) -> Engine:
-    """The engine that the runtime takes (autopar/runtime/engine.py), at the start of the last microbatch."""
-    pair = variant.settled.pair
+def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first: bool, last: bool) -> Engine:
+    """The engine that the runtime takes (autopar/runtime/engine.py), at the start of a microbatch."""
     shards = variant.group if variant.zero else 1
+    units = [unit(rehearsal.blocks[b].parameters, shards) for b in rehearsal.root.calls]
+    kind = Kind.PLAIN if variant.settled.pair.dp == 1 else Kind.BUCKETS
     if shards > 1 or problem.precision == "bf16":
         kind = Kind.SHARDS
-    else:
-        kind = Kind.PLAIN if pair.dp == 1 else Kind.BUCKETS
-    states, _ = OPTIMIZERS[problem.optimizer]
     return Engine(
-        units,
+        [*units, unit(rehearsal.root.parameters, shards)],
         kind,
         stage=variant.zero if shards > 1 else 1,
         ranks=shards,
         compute_bytes=problem.compute_bytes,
-        states=states,
-        several=pair.microbatches(problem.global_batch) > 1,
+        states=OPTIMIZERS[problem.optimizer][0],
+        first=first,
+        last=last,
         copies=problem.cluster.device.kind == "cpu",
     )
 
 
-def peak_of(one: BlockMemory | Stretch, passing: bool) -> int:
+def peak_of(one: BlockMemory | Stretch, engine: Engine) -> int:
+    """Of a backward."""
     if isinstance(one, Stretch):
-        return one.passing_peak_bytes if passing else one.peak_bytes
-    return one.passing_peak_bytes if passing else one.backward_peak_bytes
+        return one.passing_peak_bytes if engine.passing else one.peak_bytes
+    return one.passing_peak_bytes if engine.passing else one.backward_peak_bytes
 
 
 def update_bytes(problem: Problem, parameters: tuple[Held, ...], shards: int) -> int:

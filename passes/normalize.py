@@ -2,13 +2,13 @@
 
 Each rewrite preserves the meaning and is tested by running both graphs. Unknown patterns stay as they are.
 
-    no-ops                x.to(same dtype), x + 0, dropout(p=0), alias, cat([x])     ->  x
-    constant masks        sdpa(q, k, v, mask that is the lower triangle)             ->  sdpa(q, k, v, is_causal=True)
-    grouped queries       sdpa(q, repeat_kv(k), repeat_kv(v))                        ->  sdpa(q, k, v, enable_gqa=True)
-    writes into slices    slice_scatter(x, y, 1, 1, end)                             ->  cat((x[:, :1], y), 1)
-    mean losses           cross_entropy(x, y, "mean")                                ->  cross_entropy(x, y, "sum") / count
-    row counts            x.sum() / x.shape[0]                                       ->  x.sum() / rows of the global batch
-    loss precision        cross_entropy(bf16)                                        ->  cross_entropy(fp32)
+    no-ops                x.to(same dtype), x + 0, dropout(p=0), alias, cat([x])  ->  x
+    writes into slices    slice_scatter(x, y, 1, 1, end)                          ->  cat((x[:, :1], y), 1)
+    constant masks        sdpa(q, k, v, mask that is the lower triangle)          ->  sdpa(q, k, v, is_causal=True)
+    grouped queries       sdpa(q, repeat_kv(k), repeat_kv(v))                     ->  sdpa(q, k, v, enable_gqa=True)
+    row counts            x.sum() / x.shape[0]                                    ->  x.sum() / rows of the global batch
+    mean losses           cross_entropy(x, y, "mean")                             ->  cross_entropy(x, y, "sum") / count
+    loss precision        cross_entropy(bf16)                                     ->  cross_entropy(fp32)
 
 Sums over the rows of a batch can be split over ranks and microbatches; means cannot (their parts weigh differently).
 """
@@ -23,7 +23,7 @@ from math import prod
 import torch
 
 from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Ref, Rows, Size, Value, map_op, mutates
-from passes.interpret import call, may_alias, schema
+from passes.interpret import call, is_random, may_alias, schema
 
 LARGEST_MASK = 2**28  # elements of a constant mask that is looked at (1 byte each)
 
@@ -119,6 +119,8 @@ def without_noops(graph: Graph) -> Graph:
             if len(full) == 1:
                 return (Same(op.name, full[0].name),)
             return (replace(op, args=(full or op.args[0], *op.args[1:])),)
+        if op.target == "aten.copy.default":
+            return _copied(op, values)
         made = _FRESH.get(op.target)
         if made is not None:  # x gives only its dtype and device
             fill = (op.arg(2),) if made == "full" else ()
@@ -154,6 +156,19 @@ def without_noops(graph: Graph) -> Graph:
         return (op,)
 
     return substitute(graph, into)
+
+
+def _copied(op: Op, values: dict[str, Value]) -> tuple[Op | Same, ...]:
+    """x.copy_(y) is y in the dtype and shape of x."""
+    source, result = values[op.operands[1]], op.results[0]
+    ops: list[Op] = []
+    if source.dtype != result.dtype:
+        cast = replace(source, name=f"{result.name}_cast", dtype=result.dtype)
+        ops.append(Op("aten.to.dtype", (Ref(source.name), Atom(f"torch.{result.dtype}")), (), (cast,)))
+        source = cast
+    if source.shape == result.shape:
+        return (*ops, Same(result.name, source.name))
+    return (*ops, Op("aten.expand.default", (Ref(source.name), result.shape), (), (result,), op.module, op.source))
 
 
 _SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
@@ -213,7 +228,7 @@ def constants(graph: Graph) -> frozenset[str]:
     variable = {v.name for v in graph.inputs} | {p.value.name for p in graph.parameters}
     found: set[str] = set()
     for op in graph.ops:
-        if all(name in found for name in op.operands) and not mutates(op) and "rand" not in op.target:
+        if all(name in found for name in op.operands) and not mutates(op) and not is_random(op):
             found |= {v.name for v in op.results} - variable
     return frozenset(found)
 

@@ -89,7 +89,7 @@ class Rehearsal:
 def rehearse(text: str, lowered: Lowered, dtype: torch.dtype) -> Rehearsal:
     """Run every class of the program once, on fake tensors, and follow its bytes."""
     ranks = lowered.sharding.axis.ranks
-    scope = _names(ranks, lowered.sharding.axis.name, dtype)
+    scope = _names(lowered, dtype)
     source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text, flags=re.S)
     exec(compile(source, "program.py", "exec"), scope)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -325,7 +325,9 @@ class _Call(torch.autograd.Function):
         ctx.kept = [t for t, kept in zip(outputs, like.keeps_outputs, strict=True) if kept]
         ctx.save_for_backward(*(t for t, kept in zip(inputs, like.keeps_inputs, strict=True) if kept), *ctx.kept)
         ctx.kept = _bytes(ctx.kept)
-        ctx.specs = [(x.shape, x.dtype) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)]
+        ctx.specs = [
+            (x.shape, x.dtype) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+        ]
         return outputs
 
     @staticmethod
@@ -366,12 +368,14 @@ def _attach(module: nn.Module, path: str, value: Any) -> None:
         module.register_buffer(name, value)
 
 
-def _names(ranks: int, axis_name: str, low: torch.dtype) -> dict[str, Any]:
-    """For the first of `ranks`: parameters are in the compute dtype, as the engine hands them out."""
+def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
+    """For the first rank: parameters are in the compute dtype, as the engine hands them out."""
+    axis = lowered.sharding.axis
+    copies = axis.cluster.device.kind == "cpu"  # gloo reduces and scatters a copy
 
     def local(shape: Sequence[int], dtype: torch.dtype, where: dict[str, Any]) -> Tensor:
-        placement: Placement = where.get(axis_name, I)
-        return torch.empty(local_shape(placement, tuple(shape), ranks), dtype=dtype)
+        placement: Placement = where.get(axis.name, I)
+        return torch.empty(local_shape(placement, tuple(shape), axis.ranks), dtype=dtype)
 
     class ShardedModule(_Scope):
         def parameter(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, **where: Any) -> None:
@@ -401,14 +405,14 @@ def _names(ranks: int, axis_name: str, low: torch.dtype) -> dict[str, Any]:
         "Input": lambda *_, **__: None,
         "main": lambda _: None,
         "recompute": lambda layer, *inputs: layer(*inputs),
-        **_collectives(ranks),
+        **_collectives(axis.ranks, copies),
     }
 
 
 # -- collectives: see autopar/runtime/collectives.py for what they are ------------------------------------------------
 
 
-def _collectives(n: int) -> dict[str, Any]:
+def _collectives(n: int, copies: bool) -> dict[str, Any]:
     if n == 1:
         return {
             "all_gather": lambda x, *_, **__: x,
@@ -422,24 +426,28 @@ def _collectives(n: int) -> dict[str, Any]:
             "vocabulary_cross_entropy": _vocabulary_cross_entropy,
         }
 
+    scattered = partial(_scattered, n=n, copies=copies)
+    gathered, sliced = partial(_gathered, n=n), partial(_sliced, n=n)
+
     def all_gather(
         x: Tensor, dim: int, axis: str, backward: str = "", blocks: int = 1, size: int | None = None
     ) -> Tensor:
-        back = _sliced if backward == "slice" else _scattered
-        whole = partial(_gathered, dim=dim % x.ndim, n=n, blocks=blocks, size=size)
-        return _moved(x, whole, partial(back, dim=dim % x.ndim, n=n, blocks=blocks))
+        cut = {"dim": dim % x.ndim, "blocks": blocks}
+        return _moved(
+            x, partial(gathered, **cut, size=size), partial(sliced if backward == "slice" else scattered, **cut)
+        )
 
     def reduce_scatter(x: Tensor, dim: int, axis: str, blocks: int = 1, size: int | None = None) -> Tensor:
-        back = partial(_gathered, dim=dim % x.ndim, n=n, blocks=blocks, size=x.shape[dim])
-        return _moved(x, partial(_scattered, dim=dim % x.ndim, n=n, blocks=blocks), back)
+        cut = {"dim": dim % x.ndim, "blocks": blocks}
+        return _moved(x, partial(scattered, **cut), partial(gathered, **cut, size=x.shape[dim]))
 
     def shard(
         x: Tensor, dim: int, axis: str, backward: str = "pad", blocks: int = 1, size: int | None = None
     ) -> Tensor:
-        gathered = partial(_gathered, dim=dim % x.ndim, n=n, blocks=blocks, size=x.shape[dim])
+        cut = {"dim": dim % x.ndim, "blocks": blocks}
         padded = partial(_padded, shape=tuple(x.shape))
-        back = gathered if backward == "all_gather" else padded
-        return _moved(x, partial(_sliced, dim=dim % x.ndim, n=n, blocks=blocks), back)
+        back = partial(gathered, **cut, size=x.shape[dim]) if backward == "all_gather" else padded
+        return _moved(x, partial(sliced, **cut), back)
 
     def all_reduce(x: Tensor, axis: str, backward: str = "all_reduce") -> Tensor:
         return _moved(x, _summed, _summed if backward == "all_reduce" else _same)
@@ -512,17 +520,19 @@ def _gathered(x: Tensor, dim: int, n: int, blocks: int, size: int | None) -> Ten
     return whole
 
 
-def _scattered(x: Tensor, dim: int, n: int, blocks: int) -> Tensor:
+def _scattered(x: Tensor, dim: int, n: int, blocks: int, copies: bool) -> Tensor:
     lead, block, rest = prod(x.shape[:dim]) * blocks, x.shape[dim] // blocks, prod(x.shape[dim + 1 :])
     step = -(-block // n)
     part = x.new_empty(local_shape(S(dim, blocks), tuple(x.shape), n))
     if block % n:
         x = F.pad(x.reshape(lead, block, rest), (0, 0, 0, n * step - block))
-        padded = x.new_empty(lead, step, rest)
-        del padded
+    padded = part if block % n == 0 else x.new_empty(lead, step, rest)
     if lead > 1:
         x = x.reshape(lead, n, step, rest).transpose(0, 1)
-    x.contiguous()
+    sent = x.contiguous()
+    if copies:
+        sent = sent.clone()
+    del sent, padded
     return part
 
 

@@ -17,7 +17,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from costmodels.errors import BadInput, NoPlanFits
@@ -29,6 +29,7 @@ from passes.price import Axis
 from passes.rehearse import Rehearsal, rehearse
 from passes.sharding import Programme, Terms
 from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
+
 
 def size(bytes_: float) -> str:
     """Bytes for people, three digits."""
@@ -291,7 +292,7 @@ class Search:
         states += {0: 4, 1: problem.compute_bytes, 2: problem.compute_bytes, 3: 0}[stage] * elements
         return states + self.least_activations(pair.microbatch) / pair.tp
 
-    @lru_cache(maxsize=None)  # noqa: B019  (a search lives as long as its answer)
+    @cache  # noqa: B019  (a search lives as long as its answer)
     def least_activations(self, microbatch: int) -> int:
         program = self.problem.program.at(microbatch)
         kept = sum(v.bytes * len(b.paths) for b in program.blocks for v in b.inputs if v.grad)
@@ -304,7 +305,7 @@ class Search:
         )
         return kept + largest
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def programme(self, pair: Pair) -> Programme:
         return Programme(self.problem.program.at(pair.microbatch), self.axis(pair), self.problem.rows)
 

@@ -122,7 +122,7 @@ class Speller:
             return f"({inner},)" if len(arg) == 1 else f"({inner})"
         if isinstance(arg, float) and arg in (float("inf"), float("-inf")):
             return f'float("{arg}")'
-        return repr(arg)
+        return f'"{arg}"' if isinstance(arg, str) else repr(arg)
 
     def arguments(self, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...] = ()) -> str:
         return ", ".join((*map(self.arg, args), *(f"{k}={self.arg(a)}" for k, a in kwargs)))

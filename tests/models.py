@@ -376,7 +376,14 @@ def buffers(state: Any) -> dict[str, Tensor]:
     return full_buffers(state.task.model) | dict(state.captured.constants)
 
 
-def trained(name: str, text: str, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: tuple[str, ...], steps: int) -> list[Any]:
+def trained(
+    name: str,
+    text: str,
+    held: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    optimizers: tuple[str, ...],
+    steps: int,
+) -> list[Any]:
     """On every rank: the program trained from these weights, by each optimizer. Tensors on rank 0 alone."""
     from autopar.job import load_program
     from autopar.runtime import Trainer

@@ -1,0 +1,495 @@
+"""What CAPTURE records of a model, what it refuses and in which words, and what it leaves alone."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from costmodels.errors import BadInput, CaptureError
+from passes.capture import BatchInput, Captured, capture
+from passes.graph import CONSTANT, Graph, Op, Size
+from passes.interpret import run
+
+ROWS = 4
+BATCH = {"x": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0)), "y": torch.ones(ROWS, 3)}
+WIDE = {"x": BATCH["x"], "y": torch.ones(ROWS, 6)}
+
+
+class Small(nn.Module):
+    """Runs `compute(self, x)`; keyword arguments become its modules, parameters and (tensors) buffers."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Any], **members: Any) -> None:
+        super().__init__()
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self, x)
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 3)
+
+
+def mse(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch["y"])
+
+
+def captured(compute: Callable[[Any, Tensor], Any], loss_fn: Any = mse, batch: Any = BATCH, **members: Any) -> Captured:
+    """The capture of a `Small` with a linear layer `a`."""
+    return capture(Small(compute, a=linear(), **members), batch, loss_fn)
+
+
+def targets(graph: Graph) -> list[str]:
+    return [op.target.removeprefix("aten.") for op in graph.ops]
+
+
+def op_of(graph: Graph, target: str) -> Op:
+    """The one operator of that name."""
+    (found,) = (op for op in graph.ops if op.target.removeprefix("aten.").startswith(target))
+    return found
+
+
+def computed(model: nn.Module, found: Captured, batch: Any = BATCH) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the captured graph on the model's own weights, and the buffers afterwards."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **found.constants}
+    held = {
+        p.value.name: state[p.name].detach().clone().to(getattr(torch, p.value.dtype)) for p in found.graph.parameters
+    }
+    given = {one.name: batch[one.key] for one in found.inputs}
+    loss = run(found.graph.at(ROWS), held | given, rows=ROWS)[found.graph.loss]
+    return loss, {p.name: held[p.value.name] for p in found.graph.parameters if p.buffer}
+
+
+# -- rows and inputs --------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_a_size_and_everything_else_is_a_number():
+    graph = captured(lambda self, x: self.a(x.unsqueeze(1).expand(-1, 2, -1)).reshape(-1, 6), batch=WIDE).graph
+    assert [v.shape for v in graph.inputs] == [(Size(1), 3), (Size(1), 6)]
+    assert op_of(graph, "linear").results[0].shape == (Size(1), 2, 3)
+
+
+def test_merged_dims_are_multiples_of_the_batch():
+    graph = captured(lambda self, x: self.a(x.view(-1, 3)).view(-1, 6), batch={"x": WIDE["y"], "y": WIDE["y"]}).graph
+    assert op_of(graph, "linear").results[0].shape == (Size(2), 3)
+
+
+def test_inputs_whose_first_dim_is_another_have_no_rows():
+    batch = BATCH | {"scale": torch.ones(3), "factor": torch.tensor(2.0)}
+    found = captured(lambda self, x: self.a(x), lambda o, b: mse(o * b["scale"], b) * b["factor"], batch)
+    assert [(one.key, one.rows) for one in found.inputs] == [
+        ("x", True), ("y", True), ("scale", False), ("factor", False),
+    ]  # fmt: skip
+
+
+def test_two_equal_tensors_stay_two_inputs():
+    same = BATCH["x"]
+    found = captured(lambda self, x: self.a(x), batch={"x": same, "y": same})
+    assert [one.name for one in found.inputs] == ["x", "y"]
+    assert op_of(found.graph, "broadcast_tensors").operands == ("linear", "y")
+
+
+@pytest.mark.parametrize("batch", [(BATCH["x"], BATCH["y"]), [BATCH["x"], BATCH["y"]]])
+def test_positions_of_a_sequence_are_inputs(batch):
+    found = captured(lambda self, x: self.a(x), lambda o, b: F.mse_loss(o, b[1]), batch)
+    assert found.inputs == (BatchInput(0, "input_0", True), BatchInput(1, "input_1", True))
+
+
+def test_one_tensor_is_a_batch():
+    found = captured(lambda self, x: self.a(x), F.mse_loss, BATCH["x"])
+    assert found.inputs == (BatchInput(0, "input_0", True),)
+
+
+def test_an_input_named_like_an_operator_is_not_confused_with_it():
+    batch = {"x": BATCH["x"], "t": BATCH["y"]}
+    model = Small(lambda self, x: x @ self.a.weight.t(), a=linear())
+    found = capture(model, batch, lambda o, b: F.mse_loss(o, b["t"]))
+    expected = F.mse_loss(batch["x"] @ model.a.weight.t(), batch["t"])
+    torch.testing.assert_close(computed(model, found, batch)[0], expected.detach())
+
+
+def test_keys_that_are_no_names_become_names():
+    found = captured(
+        lambda self, x: self.a(x), lambda o, b: F.mse_loss(o, b["a target"]), {"x": BATCH["x"], "a target": BATCH["y"]}
+    )
+    assert [one.name for one in found.inputs] == ["x", "input_a_target"]
+
+
+def test_numbers_in_the_batch_are_part_of_the_program_and_noted():
+    found = captured(lambda self, x: self.a(x), lambda o, b: mse(o, b) * b["factor"], BATCH | {"factor": 3})
+    assert [one.key for one in found.inputs] == ["x", "y"]
+    assert found.notes == ("batch entry factor is 3 for good: numbers are part of the program; a tensor may vary",)
+
+
+def test_tensors_deeper_in_the_batch_are_refused():
+    with pytest.raises(BadInput, match="the batch holds tensors inside y; put every tensor at the top"):
+        captured(lambda self, x: self.a(x), lambda o, b: o.sum(), {"x": BATCH["x"], "y": {"z": BATCH["y"]}})
+
+
+@pytest.mark.parametrize("batch", [{}, (), {"text": "no tensor"}])
+def test_a_batch_without_tensors_is_refused(batch):
+    with pytest.raises(BadInput, match="the batch holds no tensor"):
+        captured(lambda self, x: self.a(x), mse, batch)
+
+
+def test_a_batch_of_one_row_serves_every_batch_size():
+    found = captured(lambda self, x: self.a(x), batch={k: v[:1] for k, v in BATCH.items()})
+    assert (found.example_rows, found.graph.inputs[0].shape) == (1, (Size(1), 3))
+
+
+# -- parameters, buffers, literals ------------------------------------------------------------------------------------
+
+
+def test_a_tied_weight_is_one_parameter_with_all_its_names():
+    def tied(self, x):
+        return self.a(x) @ self.b.weight
+
+    model = Small(tied, a=linear(), b=linear())
+    model.b.weight = model.a.weight
+    graph = capture(model, BATCH, mse).graph
+    assert [p.names for p in graph.parameters] == [("a.weight", "b.weight"), ("a.bias",), ("b.bias",)]
+    assert op_of(graph, "matmul").operands[1] == op_of(graph, "linear").operands[1]
+
+
+def test_frozen_and_unused_parameters_are_kept_and_only_frozen_ones_have_no_gradient():
+    found = captured(lambda self, x: self.a(x), b=linear(), c=nn.Parameter(torch.zeros(2), requires_grad=False))
+    assert {p.name: p.value.grad for p in found.graph.parameters} == {
+        "c": False, "a.weight": True, "a.bias": True, "b.weight": True, "b.bias": True,
+    }  # fmt: skip
+
+
+def test_nothing_behind_detach_has_a_gradient():
+    graph = captured(lambda self, x: self.a(x).detach() + x).graph
+    assert [v.grad for op in graph.ops for v in op.results if v.dtype == "float32"] == [True] + 5 * [False]
+
+
+def test_buffers_are_parameters_without_gradient():
+    model = Small(lambda self, x: self.a(x) + self.kept + self.shown, a=linear(), kept=torch.ones(3))
+    model.register_buffer("shown", torch.ones(3), persistent=False)
+    buffers = [p for p in capture(model, BATCH, mse).graph.parameters if p.buffer]
+    assert [(p.name, p.persistent, p.value.grad) for p in buffers] == [("kept", True, False), ("shown", False, False)]
+
+
+def test_small_literals_are_written_down_and_large_ones_are_kept_aside():
+    model = Small(lambda self, x: self.a(x) * torch.tensor([1.0, 2.0, 3.0]), a=linear())
+    found = capture(model, BATCH, mse)
+    assert op_of(found.graph, CONSTANT).args == ((1.0, 2.0, 3.0),)
+    large = Small(lambda self, x: self.a(x) + torch.tensor([float(i) for i in range(99)])[:3], a=linear())
+    kept = capture(large, BATCH, mse)
+    assert {name: len(value) for name, value in kept.constants.items()} == {"constants.0": 99}
+    torch.testing.assert_close(computed(large, kept)[0], mse(large(BATCH["x"]), BATCH).detach())
+
+
+def test_old_weight_norm_is_captured_from_its_two_parameters():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Small(lambda self, x: self.a(x), a=nn.utils.weight_norm(linear()))
+    assert {p.name for p in capture(model, BATCH, mse).graph.parameters} == {"a.bias", "a.weight_g", "a.weight_v"}
+
+
+def test_lazy_parameters_are_refused():
+    with pytest.raises(BadInput, match="lazy parameters; run one batch through it first"):
+        capture(Small(lambda self, x: self.b(x), b=nn.LazyLinear(3)), BATCH, mse)
+
+
+# -- what is written in place -----------------------------------------------------------------------------------------
+
+
+def same_as_eager(compute: Callable[[Any, Tensor], Tensor], **members: Any) -> Captured:
+    """The captured graph gives the loss and the buffers of the model itself."""
+    model = Small(compute, a=linear(), **members)
+    found = capture(model, BATCH, mse)
+    loss, buffers = computed(model, found)
+    torch.testing.assert_close(loss, mse(model(BATCH["x"].clone()), BATCH).detach())
+    for name, value in model.named_buffers():
+        torch.testing.assert_close(buffers[name], value)
+    return found
+
+
+def test_in_place_operators_on_activations_become_functional():
+    def compute(self, x):
+        h = self.a(x)
+        h.relu_()
+        h += 1
+        return h
+
+    graph = same_as_eager(compute).graph
+    assert targets(graph)[:3] == ["linear.default", "relu.default", "add.Tensor"]
+
+
+def test_writes_into_views_become_functional():
+    def compute(self, x):
+        h = self.a(x)
+        h[:, 1:] = x[:, :-1]
+        h[:, 0] = 7.0
+        return h
+
+    graph = same_as_eager(compute).graph
+    assert not [t for t in targets(graph) if t.endswith("_.default")]
+
+
+def test_a_write_is_seen_through_an_alias_that_no_view_shows():
+    def compute(self, x):
+        h = self.a(x)
+        same = h.contiguous()
+        h.mul_(3)
+        return same
+
+    same_as_eager(compute)
+
+
+def test_a_write_into_an_input_is_seen_by_later_readers():
+    def compute(self, x):
+        x.mul_(2)
+        x[:, 0] = 0
+        return self.a(x)
+
+    same_as_eager(compute)
+
+
+def test_counters_and_moving_averages_stay_writes():
+    def compute(self, x):
+        h = self.a(x)
+        self.count += 1
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return h - self.mean
+
+    graph = same_as_eager(compute, count=torch.tensor(0), mean=torch.ones(3)).graph
+    assert [t for t in targets(graph) if "_." in t] == ["add_.Tensor", "mul_.Tensor", "add_.Tensor"]
+
+
+def test_a_write_into_a_view_of_a_buffer_is_stored_at_the_end():
+    def compute(self, x):
+        self.table[0] += 1
+        return self.a(x) + self.table
+
+    graph = same_as_eager(compute, table=torch.zeros(3)).graph
+    assert targets(graph)[-1] == "copy_.default"
+
+
+def test_batch_norm_updates_its_statistics():
+    found = same_as_eager(lambda self, x: self.norm(self.a(x)), norm=nn.BatchNorm1d(3))
+    assert op_of(found.graph, "batch_norm").args[5] is True
+
+
+def test_batch_norm_updates_its_statistics_beside_writes_into_views():
+    def compute(self, x):
+        h = self.a(x)
+        h[:, 0] = 1.0
+        return self.norm(self.norm(h))
+
+    graph = same_as_eager(compute, norm=nn.BatchNorm1d(3)).graph
+    assert targets(graph).count("batch_norm.default") == 2
+
+
+def test_modules_keep_their_own_training_mode():
+    model = Small(lambda self, x: self.norm(self.a(x)), a=linear(), norm=nn.BatchNorm1d(3)).train()
+    model.norm.eval()
+    assert op_of(capture(model, BATCH, mse).graph, "batch_norm").args[5] is False
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_computes_in_bf16_and_takes_the_loss_in_fp32():
+    graph = capture(Small(lambda self, x: self.a(x), a=linear()), BATCH, mse, "bf16").graph
+    assert op_of(graph, "linear").results[0].dtype == "bfloat16"
+    assert op_of(graph, "mse_loss").results[0].dtype == "float32"
+    assert {v.dtype for v in graph.inputs} == {"float32"}
+
+
+def test_bf16_runs_where_a_buffer_of_fp32_meets_it():
+    def compute(self, x):
+        h = self.norm(self.a(x) + self.positions)
+        return self.b(h) + self.batch(self.conv((h * self.positions).unsqueeze(-1)).squeeze(-1))
+
+    model = Small(
+        compute, a=linear(), b=linear(), positions=torch.full((3,), 0.5), norm=nn.LayerNorm(3), conv=nn.Conv1d(3, 3, 1),
+        batch=nn.BatchNorm1d(3),
+    )  # fmt: skip
+    found = capture(model, BATCH, mse, "bf16")
+    dtypes = {op.target.split(".")[1]: op.results[0].dtype for op in found.graph.ops}
+    assert (dtypes["linear"], dtypes["layer_norm"], dtypes["conv1d"]) == ("bfloat16", "float32", "bfloat16")
+    loss, _ = computed(model, found)
+    torch.testing.assert_close(loss, mse(model(BATCH["x"]), BATCH).detach(), rtol=0.05, atol=0.05)
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(BadInput, match="precision 'fp8' is not known; use one of fp32, bf16"):
+        capture(Small(lambda self, x: self.a(x), a=linear()), BATCH, mse, "fp8")
+
+
+# -- what cannot be captured ------------------------------------------------------------------------------------------
+
+
+def here(offset: int) -> str:
+    """This file and a line relative to the caller's."""
+    return f"{__file__}:{sys._getframe(1).f_lineno + offset}"
+
+
+def test_a_decision_on_values_names_the_line_and_a_remedy():
+    def compute(self, x):
+        if x.sum() > 0:
+            return self.a(x)
+        return x
+
+    line = here(-4)
+    with pytest.raises(CaptureError) as error:
+        captured(compute)
+    assert str(error.value) == (
+        f"Small cannot be captured at {line} (if x.sum() > 0:): its forward decides on the values of a tensor; "
+        "use torch.where or torch.cond, or make it static"
+    )
+
+
+@pytest.mark.parametrize(
+    ("compute", "what"),
+    [
+        (lambda self, x: self.a(x) * x.sum().item(), "mul: it computes with the number .*; keep it a tensor"),
+        (lambda self, x: self.a(x[x[:, 0] > 0]), "index: a tensor's size depends on values; use torch.where"),
+        (lambda self, x: self.a(x)[x > 0], "index: a tensor's size depends on values; use torch.where"),
+    ],
+)
+def test_values_that_become_numbers_or_sizes_are_refused(compute, what):
+    with pytest.raises(CaptureError, match=f"test_capture.py:[0-9]+: {what}"):
+        captured(compute, lambda o, b: o.sum())
+
+
+def test_the_users_own_error_is_shown_with_its_line():
+    def compute(self, x):
+        raise ValueError("three heads are too many")
+
+    line = here(-2)
+    with pytest.raises(CaptureError) as error:
+        captured(compute)
+    assert f"{line} (" in str(error.value) and str(error.value).endswith("three heads are too many")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (None, "Small returns no scalar loss; pass loss_fn=, a function of (output, batch)"),
+        (lambda output, batch: output.sum(1), "loss_fn(output, batch) does not return a scalar tensor"),
+        (lambda output, batch: None, "loss_fn(output, batch) does not return a scalar tensor"),
+    ],
+)
+def test_no_loss_is_bad_input(loss_fn, message):
+    with pytest.raises(BadInput) as error:
+        captured(lambda self, x: self.a(x), loss_fn)
+    assert str(error.value) == message
+
+
+def test_nothing_of_torchs_own_report_is_printed(capfd):
+    level = logging.root.manager.disable
+    with pytest.raises(CaptureError):
+        captured(lambda self, x: self.a(x) if x.sum() > 0 else x)
+    assert capfd.readouterr() == ("", "")
+    assert logging.root.manager.disable == level
+
+
+# -- rows that cannot be told apart -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [
+        (lambda o, b: mse(o, b) * len(o), "makes a plain int of the number of rows .*; use x.shape"),
+        (lambda o, b: F.cross_entropy(o @ o.t(), torch.arange(ROWS)), "Expected input batch_size"),
+        (lambda o, b: (o.unsqueeze(1) * o).reshape(-1, 3).sum(), r"depends on the batch as \w+\*\*2"),
+        (lambda o, b: mse(o, b) * (1 / o.shape[0]), "computes with the number"),
+    ],
+)
+def test_a_loss_that_fixes_the_rows_is_captured_for_them_alone(loss_fn, why):
+    found = captured(lambda self, x: self.a(x), loss_fn)
+    assert found.coupled.startswith("the rows of a batch are not independent: ")
+    assert found.graph.inputs[0].shape == (ROWS, 3)
+    assert re.search(why, found.coupled), found.coupled
+
+
+# -- what is left alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_users_model_is_untouched(device):
+    model = Small(lambda self, x: self.norm(self.a(x)), a=linear(), norm=nn.BatchNorm1d(3)).to(device)
+    model.norm.eval()
+
+    def picture():
+        tensors = {name: (id(t), t._version) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        return tensors, [(name, m.training, set(vars(m))) for name, m in model.named_modules()]
+
+    before = picture()
+    capture(model, BATCH, mse, "bf16")
+    assert picture() == before
+
+
+def test_weights_are_never_materialised():
+    wide = 100_000  # 40 GB of fp32: building it for real would not go unnoticed
+    with torch.device("meta"):
+        model = Small(lambda self, x: self.b(self.a(x)), a=nn.Linear(3, wide), b=nn.Linear(wide, wide))
+    graph = capture(model, {"x": BATCH["x"]}, lambda o, b: o.sum()).graph
+    assert op_of(graph, "sum").operands == ("linear_1",)
+
+
+# -- models of the Hugging Face ---------------------------------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=41, n_embd=12, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+IDS = torch.randint(0, 41, (ROWS, 6), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_cache_in_the_output_is_no_obstacle():
+    ids = {"input_ids": IDS, "labels": IDS}
+    model = gpt2()
+    assert model.config.use_cache
+    found = capture(model, ids, None)
+    assert (found.coupled, found.seq_len, found.notes) == ("", 6, ())
+    assert ("transformer.wte.weight", "lm_head.weight") in [p.names for p in found.graph.parameters]
+    torch.testing.assert_close(computed(model, found, ids)[0], model(**ids).loss.detach())
+
+
+def test_gradient_checkpointing_is_noted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = gpt2()
+        model.gradient_checkpointing_enable()
+    notes = capture(model, {"input_ids": IDS, "labels": IDS}, None).notes
+    assert notes == ("the model's own gradient checkpointing is ignored: recompute is planned here",)
+
+
+def test_operators_know_their_module_and_line():
+    graph = capture(gpt2(), {"input_ids": IDS, "labels": IDS}, None).graph
+    attention = op_of(graph, "scaled_dot_product_attention")
+    assert attention.module == "transformer.h.0.attn"
+    assert "modeling_gpt2.py:" in attention.source
+
+
+def test_the_loss_function_is_the_source_of_its_operators():
+    def loss_fn(output, batch):
+        return (output - batch["y"]).abs().mean()
+
+    assert op_of(captured(lambda self, x: self.a(x), loss_fn).graph, "abs").source == here(-3)
