@@ -165,7 +165,7 @@ class Compared:
 
 
 def compare(
-    pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, limit_gib: float | None = None
+    pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32"
 ) -> Compared:
     """Plan a case for some local processes, and measure its program there."""
     cluster = Cluster.preset(f"cpu:{ranks}")
