@@ -79,6 +79,11 @@ def parallelize(
         )
 
     made = _on_rank_0(compiled) if distributed else _Made.of(compiled())
+    if distributed and made.plan.mesh.devices != cluster.devices:
+        raise PlanMismatch(
+            f"the plan uses {made.plan.mesh.devices} of {cluster.devices} devices, since no more divide a global batch "
+            f"of {made.plan.workload.global_batch}; start as many processes, or change the batch"
+        )
     return Job(made, model, cluster, optimizer, clip_grad_norm, seed)
 
 

@@ -125,7 +125,15 @@ RESERVED = frozenset(("self", "torch", "F", "ROWS", "checkpoint", "block", *RUNT
 
 def attribute(path: str) -> str:
     """`layer.0.weight` as an expression: self.layer[0].weight."""
-    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
+    text = "self"
+    for part in path.split("."):
+        if part.isdigit():
+            text += f"[{part}]"
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            text += f".{part}"
+        else:
+            text = f'getattr({text}, "{part}")'
+    return text
 
 
 @dataclass

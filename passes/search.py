@@ -40,6 +40,7 @@ def size(bytes_: float) -> str:
 
 
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
+RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
 
 
@@ -211,46 +212,45 @@ class Search:
         heapq.heappush(self.queue, (seconds, next(self.order), item))
 
     def run(self) -> Found:
-        problem = self.problem
-        for pair in pairs(problem):
-            variants = list(groups(problem, pair))
+        """The optimum and what nearly won; raises NoPlanFits."""
+        for pair in pairs(self.problem):
+            variants = list(groups(self.problem, pair))
             self.enumerated += len(variants)
             if any(not self.hopeless(pair, stage, size) for stage, size in variants):
                 self.push(self.least(pair), pair)
-        best: Candidate | None = None
-        runners: list[Candidate] = []
-        bound = 0.0
+        best, bound = self.optimum()
+        others = self.nearly(best, self.runners_up(best))
+        proved = bound >= best.seconds.total
+        return Found(best, others, self.enumerated, self.visited, self.solved, bound, proved)
+
+    def optimum(self) -> tuple[Candidate, float]:
+        """The first candidate known to fit that comes up, and the time that no plan can beat.
+
+        Past the deadline it is the best one known to fit, if there is one.
+        """
         while self.queue:
             bound, _, item = heapq.heappop(self.queue)
-            if best is not None and (bound > best.seconds.total * NEARLY or len(runners) >= 3):
-                break
             if isinstance(item, Candidate) and item.bytes is not None:
-                if best is None:
-                    best = item
-                else:
-                    runners.append(item)
-                continue
-            if best is not None and isinstance(item, (Pair, Finer)):
-                continue  # proved already; runners-up come from what is solved
-            if self.deadline() and best is None and any(isinstance(i, Candidate) and i.bytes for _, _, i in self.queue):
-                best = min(
-                    (i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes), key=lambda c: c.seconds.total
-                )
-                return Found(
-                    best, tuple(self.rejected[:3]), self.enumerated, self.visited, self.solved, bound, proved=False
-                )
+                return item, bound
+            if self.deadline():
+                fitting = [i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes is not None]
+                if fitting:
+                    return min(fitting, key=lambda c: c.seconds.total), bound
             self.expand(item)
-        if best is None:
-            raise NoPlanFits(self.closest())
-        return Found(
-            best,
-            self.nearly(best, runners),
-            self.enumerated,
-            self.visited,
-            self.solved,
-            best.seconds.total,
-            proved=True,
-        )
+        raise NoPlanFits(self.closest())
+
+    def runners_up(self, best: Candidate) -> list[Candidate]:
+        """Slower plans that fit, of what is solved by now."""
+        found: list[Candidate] = []
+        while self.queue and len(found) < RUNNERS_UP:
+            bound, _, item = heapq.heappop(self.queue)
+            if bound > best.seconds.total * NEARLY:
+                break
+            if isinstance(item, Candidate) and item.bytes is None:
+                self.fit(item)
+            elif isinstance(item, Candidate):
+                found.append(item)
+        return found
 
     def fits_at_all(self) -> bool:
         """Whether there is a plan."""

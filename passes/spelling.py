@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
 from passes.graph import CONSTANT, Arg, Atom, Op, Ref, Rows, Size
+from passes.interpret import schema
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
-         "ge": ">=", "bitwise_and": "&", "__and__": "&", "bitwise_or": "|", "__or__": "|", "logical_and": "&"}  # fmt: skip
+         "ge": ">=", "bitwise_and": "&", "__and__": "&", "bitwise_or": "|", "__or__": "|"}  # fmt: skip
 METHODS = frozenset(
     [
         "reshape",
@@ -49,7 +51,6 @@ FUNCTIONAL = frozenset(
         "layer_norm",
         "rms_norm",
         "group_norm",
-        "batch_norm",
         "gelu",
         "silu",
         "elu",
@@ -120,7 +121,7 @@ class Speller:
         if isinstance(arg, tuple):
             inner = ", ".join(self.arg(a) for a in arg)
             return f"({inner},)" if len(arg) == 1 else f"({inner})"
-        if isinstance(arg, float) and arg in (float("inf"), float("-inf")):
+        if isinstance(arg, float) and not isfinite(arg):
             return f'float("{arg}")'
         return f'"{arg}"' if isinstance(arg, str) else repr(arg)
 
@@ -128,7 +129,12 @@ class Speller:
         return ", ".join((*map(self.arg, args), *(f"{k}={self.arg(a)}" for k, a in kwargs)))
 
     def write(self, op: Op) -> Text:
-        """The operator as an expression."""
+        """The operator as an expression of its result, or of its results."""
+        text = self.expression(op)
+        listed = op.target != CONSTANT and isinstance(schema(op).returns[0].type, torch.ListType)
+        return Text(f"{text.tight}[0]") if listed and len(op.results) == 1 else text
+
+    def expression(self, op: Op) -> Text:
         _, name, overload = op.target.split(".")
         args, kwargs = op.args, op.kwargs
         if op.target == CONSTANT:
@@ -169,13 +175,16 @@ class Speller:
         if name in METHODS and args and isinstance(args[0], Ref):
             rest = args[1:]
             if name in ("reshape", "expand", "permute") and len(rest) == 1 and isinstance(rest[0], tuple):
-                rest = rest[0]
+                rest = rest[0] or rest
             return Text(f"{self.operand(args[0])}.{name}({self.arguments(rest, kwargs)})")
         if name in FUNCTIONAL:
-            if name == "layer_norm":
+            if name in ("layer_norm", "group_norm"):  # without cudnn_enable
                 args = args[:5]
             return Text(f"F.{name}({self.arguments(args, kwargs)})")
-        if hasattr(torch, name) and not name.startswith("_"):
+        if name == "batch_norm":
+            x, weight, bias, mean, variance, *how = args
+            return Text(f"F.batch_norm({self.arguments((x, mean, variance, weight, bias, *how[:3]))})")
+        if hasattr(torch, name) and not name.startswith("_") and name != "index_put":  # which takes no None there
             return Text(f"torch.{name}({self.arguments(args, kwargs)})")
         return Text(f"torch.ops.{op.target}({self.arguments(args, kwargs)})")
 

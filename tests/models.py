@@ -48,7 +48,7 @@ class Case:
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self.build().state_dict().items()}
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """The loss of the whole batch on one process."""
         if self.loss_fn is not None:
             return self.loss_fn(model(*inputs_of(batch)), batch)
@@ -228,6 +228,15 @@ class NanoGPT(nn.Module):
         return logits, loss
 
 
+def partly_trained() -> nn.Module:
+    """Frozen position embeddings and a frozen bias, and a layer that the loss never reads."""
+    model = NanoGPT()
+    model.spare = nn.Linear(48, 48)
+    model.wpe.weight.requires_grad_(False)
+    model.h[1].ln_2.bias.requires_grad_(False)
+    return model
+
+
 class MLP(nn.Module):
     """A regression; neither width is a multiple of 4."""
 
@@ -250,6 +259,9 @@ CASES = {
         Case("llama", llama, lambda step: tokens(256, step)),
         Case("nanogpt", NanoGPT, lambda step: positional(257, step)),
         Case("mlp", MLP, regression, squared_error),
+        Case("few-kv-heads", lambda: llama(num_key_value_heads=2), lambda step: tokens(256, step)),
+        Case("partly-trained", partly_trained, lambda step: positional(257, step)),
+        Case("dropout", lambda: NanoGPT(dropout=0.5), lambda step: positional(257, step)),
         Case("bert", bert, masked),
         Case("vit", vit, images),
         Case("t5", t5, translation),
@@ -275,25 +287,67 @@ class Training:
     first: Mapping[str, Tensor]
     last: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
+    norms: tuple[float | None, ...] = ()  # of the gradients, before they were clipped
 
 
 @cache
-def reference(case: Case, optimizer: str, steps: int = STEPS) -> Training:
-    """The training of the user's model by a plain loop. Tied weights come under every name."""
+def reference(
+    case: Case, optimizer: str, steps: int = STEPS, clip: float | None = None, precision: str = "fp32"
+) -> Training:
+    """The training of the user's model by a plain loop. Of the names of a tied weight, gradients have the first.
+
+    bf16 is that of the program: weights and their update in fp32, forward and backward on copies.
+    """
     model = case.build()
-    own = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
-    losses, gradients = [], []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    own = OPTIMIZERS[optimizer](trained)
+    losses, gradients, norms = [], [], []
     for step in range(steps):
         own.zero_grad()
-        loss = case.loss(model, case.batch(step))
+        loss = case.loss(model if precision == "fp32" else in_bf16(model), case.batch(step))
         loss.backward()
         losses.append(loss.item())
         if step in (0, steps - 1):
-            named = model.named_parameters(remove_duplicate=False)
-            gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
         own.step()
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return Training(tuple(losses), gradients[0], gradients[-1], weights)
+    return Training(tuple(losses), gradients[0], gradients[-1], weights, tuple(norms))
+
+
+def in_bf16(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward on bf16 copies of its parameters."""
+    copies = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+    return lambda *args, **more: torch.func.functional_call(model, copies, args, more)
+
+
+def trained(
+    name: str,
+    text: str,
+    held: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    optimizer: str,
+    steps: int = STEPS,
+    clip: float | None = None,
+) -> Training:
+    """On every rank: the program's training from these weights. Tensors are on rank 0 alone."""
+    from autopar.job import load_program
+    from autopar.runtime import Trainer
+
+    trainer = Trainer(load_program(text), OPTIMIZERS[optimizer], "cpu", clip_grad_norm=clip)
+    trainer.load_state_dict(weights)
+    trainer.load_buffers(held)
+    losses, gradients, norms = [], [], []
+    for step in range(steps):
+        batch = CASES[name].batch(step)
+        if step in (0, steps - 1):
+            trainer.backward(batch)
+            gradients.append(trainer.full_gradients())
+        losses.append(trainer.step(batch))
+        if clip is not None:
+            norms.append(trainer.last_grad_norm)
+    return Training(tuple(losses), gradients[0], gradients[-1], trainer.state_dict(), tuple(norms))
 
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-6  # of the norm, and root mean square
@@ -310,12 +364,11 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 def differences(found: Training, wanted: Training) -> dict[str, tuple[float, str]]:
     """The worst `off` of losses, gradients and weights, and where it is."""
-    worst = {}
     losses = [
         abs(a - b) / (RELATIVE * abs(b)) if math.isfinite(a) else math.inf
         for a, b in zip(found.losses, wanted.losses, strict=True)
     ]
-    worst["loss"] = max((value, f"step {step}") for step, value in enumerate(losses))
+    worst = {"loss": max((value, f"step {step}") for step, value in enumerate(losses))}
     for what in ("first", "last", "weights"):
         a, b = getattr(found, what), getattr(wanted, what)
         worst[what] = max((off(a[name], b[name]), name) for name in sorted(a.keys() & b.keys()))
@@ -374,31 +427,3 @@ def buffers(state: Any) -> dict[str, Tensor]:
     from autopar.weights import full_buffers
 
     return full_buffers(state.task.model) | dict(state.captured.constants)
-
-
-def trained(
-    name: str,
-    text: str,
-    held: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    optimizers: tuple[str, ...],
-    steps: int,
-) -> list[Any]:
-    """On every rank: the program trained from these weights, by each optimizer. Tensors on rank 0 alone."""
-    from autopar.job import load_program
-    from autopar.runtime import Trainer
-
-    found = []
-    for optimizer in optimizers:
-        trainer = Trainer(load_program(text), OPTIMIZERS[optimizer], "cpu")
-        trainer.load_state_dict(weights)
-        trainer.load_buffers(held)
-        losses, gradients = [], []
-        for step in range(steps):
-            batch = CASES[name].batch(step)
-            if step in (0, steps - 1):
-                trainer.backward(batch)
-                gradients.append(trainer.full_gradients())
-            losses.append(trainer.step(batch))
-        found.append(Training(tuple(losses), gradients[0], gradients[-1], trainer.state_dict()))
-    return found
