@@ -376,7 +376,7 @@ def _records(
             if constant.numel() <= LARGEST_LITERAL:
                 literals.append(Op(CONSTANT, (_nested(constant.tolist()),), (), (value,)))
             else:
-                path = f"constants.{len(constants)}"
+                path = f"constants.literal_{len(constants)}"
                 constants[path] = constant
                 parameters[path] = Parameter(value, (path,), buffer=True, persistent=False)
         else:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from textwrap import indent
 
-from passes.blocks import Block
+from passes.blocks import Block, Blocked
 from passes.graph import Op, Parameter, Value, mutates, op_at
 from passes.lower import LocalCall, LocalOp, LocalRegion, Lowered, Reshard
 from passes.placements import I, P, Placement, S, is_even, kind, local_shape
@@ -90,8 +90,10 @@ def emit(lowered: Lowered, emission: Emission) -> str:
     tail = _program(lowered, emission)
     used = [name for name in RUNTIME if re.search(rf"\b{name}\b", body + tail)]
     imports = "from autopar.runtime import (\n" + indent(",\n".join(used), "    ") + ",\n)"
-    functional = "import torch.nn.functional as F\n" if re.search(r"\bF\.", body) else ""
-    head = f'"""{emission.title}\n"""\n\nimport torch\n{functional}\n{imports}\n\nROWS = {emission.rows}  # of the global batch\n'
+    libraries = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
+    torch = "\n".join(line for mark, line in libraries.items() if re.search(mark, body))
+    head = "\n\n".join((f'"""{emission.title}\n"""', *([torch] if torch else []), imports, ""))
+    head += f"ROWS = {emission.rows}  # of the global batch\n"
     return f"{head}\n\n{body}\n\n\n{tail}"
 
 
@@ -120,20 +122,26 @@ class _Names:
         self.taken.discard(self.live[value])
 
 
-RESERVED = frozenset(("self", "torch", "F", "ROWS", "checkpoint", "block", *RUNTIME))
+RESERVED = frozenset(("self", "torch", "F", "ROWS", "checkpoint", "block", "number", *RUNTIME))
 
 
 def attribute(path: str) -> str:
-    """`layer.0.weight` as an expression: self.layer[0].weight."""
+    """The module at `layer.0.attn` as an expression: self.layer[0].attn."""
     text = "self"
     for part in path.split("."):
-        if part.isdigit():
-            text += f"[{part}]"
-        elif part.isidentifier() and not keyword.iskeyword(part):
-            text += f".{part}"
-        else:
-            text = f'getattr({text}, "{part}")'
+        text = f"{text}[{part}]" if part.isdigit() else _member(text, part)
     return text
+
+
+def tensor(path: str) -> str:
+    """The parameter or buffer at `layer.0.weight` as an expression: self.layer[0].weight."""
+    owner, _, leaf = path.rpartition(".")
+    return _member(attribute(owner) if owner else "self", leaf)
+
+
+def _member(owner: str, name: str) -> str:
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    return f"{owner}.{name}" if plain else f'getattr({owner}, "{name}")'
 
 
 @dataclass
@@ -173,7 +181,7 @@ class _Body:
 
     def bind_parameters(self, paths: Mapping[str, str]) -> None:
         for name, path in paths.items():
-            self.texts[name] = Text(attribute(path))
+            self.texts[name] = Text(tensor(path))
 
     def bind_input(self, value: str, like: str = "") -> str:
         name = self.names.give(value, like)
@@ -215,9 +223,9 @@ class _Body:
         op = statement.op
         _, name, _ = op.target.split(".")
         leaf = op.module.rpartition(".")[2]
-        if statement.rule is not None and statement.rule.flop(statement.site)[0] and leaf and not leaf.isdigit():
+        if statement.rule is not None and statement.rule.flop(statement.site)[0] and leaf.isidentifier():
             return leaf if name != "scaled_dot_product_attention" else "attention"
-        if self.ends.get(op.module) == op.name and leaf and not leaf.isdigit():
+        if self.ends.get(op.module) == op.name and leaf.isidentifier():
             return leaf
         return {"slice": "part", "to": "x", "arange": "positions"}.get(name, name.strip("_"))
 
@@ -373,7 +381,8 @@ def broken(line: str) -> str:
             parts.append(inner[last:i].strip())
             last = i + 1
     parts.append(inner[last:].strip())
-    arguments = "".join(f"    {part},\n" for part in parts if part)
+    grouped = len(parts) == 1 and not re.match(r"[\w)\]]", line[start - 1])  # a comma would make a tuple of it
+    arguments = "".join(f"    {part}{'' if grouped else ','}\n" for part in parts if part)
     return f"{line[: start + 1]}\n{arguments})"
 
 
@@ -415,10 +424,14 @@ def _declared(parameter: Parameter, placement: Placement, ranks: int, axis: str,
     return line
 
 
-def _declarations(region: LocalRegion, lowered: Lowered, emission: Emission, prefix: str = "") -> list[str]:
+def _declarations(region: LocalRegion, lowered: Lowered, emission: Emission, prefix: str = "") -> list[tuple[str, str]]:
+    """The parameters of a region by name, each with its line of __init__."""
     axis = lowered.sharding.axis
     return [
-        _declared(p, placement, axis.ranks, axis.name, not p.buffer and f"{prefix}{p.name}" in emission.frozen)
+        (
+            p.name,
+            _declared(p, placement, axis.ranks, axis.name, not p.buffer and f"{prefix}{p.name}" in emission.frozen),
+        )
         for p, placement in region.parameters
         if p not in emission.unread
     ]
@@ -439,7 +452,8 @@ def _block_class(block: Block, region: LocalRegion, lowered: Lowered, emission: 
     body.write()
     returned = ", ".join(body.value(name).source for name in region.outputs)
     where = block.paths[0] if len(block.paths) == 1 else f"{block.paths[0]} to {block.paths[-1].rpartition('.')[2]}"
-    init = ["super().__init__()", *_declarations(region, lowered, emission, f"{block.paths[0]}.")]
+    declared = _declarations(region, lowered, emission, f"{block.paths[0]}.")
+    init = ["super().__init__()", *(line for _, line in declared)]
     members = [
         _method("__init__", [], init),
         _method("forward", arguments, [*shapes, *body.lines, f"return {returned}"]),
@@ -458,8 +472,12 @@ def _shape_note(region: LocalRegion, name: str, argument: str, lowered: Lowered)
 def _model_class(lowered: Lowered, emission: Emission) -> str:
     program = lowered.program
     axis = lowered.sharding.axis
-    init = ["super().__init__()", *_declarations(lowered.root, lowered, emission), *_containers(lowered)]
-    # what the loss never reads may belong to a layer, so it comes after them
+    beside = tuple(f"{container}." if container else "" for container in _numbers(program.blocks))
+    own = _declarations(lowered.root, lowered, emission)
+    # what two layers share, or the loss never reads, may be found in a layer or beside it, so it comes after them
+    outside = [line for name, line in own if not name.startswith(beside)]
+    inside = [line for name, line in own if name.startswith(beside)]
+    init = ["super().__init__()", *outside, *_containers(lowered), *inside]
     init += [_declared(p, I, axis.ranks, axis.name, not p.buffer) for p in emission.unread]
     for parameter in program.parameters:
         init += [f'self.alias("{other}", "{parameter.name}")' for other in parameter.names[1:]]
@@ -477,29 +495,34 @@ def _model_class(lowered: Lowered, emission: Emission) -> str:
     return "class Model(ShardedModule):\n" + indent(f'"""{says}"""\n\n' + "\n\n".join(methods), "    ")
 
 
-def _containers(lowered: Lowered) -> list[str]:
-    """The numbered containers, filled in the user's order."""
-    program = lowered.program
-    by_container: dict[str, dict[int, str]] = {}
-    for block in program.blocks:
+def _numbers(blocks: tuple[Block, ...]) -> dict[str, dict[int, str]]:
+    """The class of every layer, by container and number."""
+    found: dict[str, dict[int, str]] = {}
+    for block in blocks:
         for path in block.paths:
             container, _, number = path.rpartition(".")
-            by_container.setdefault(container, {})[int(number)] = block.name
+            found.setdefault(container, {})[int(number)] = block.name
+    return {container: dict(sorted(layers.items())) for container, layers in found.items()}
+
+
+def _containers(lowered: Lowered) -> list[str]:
+    """The numbered containers, filled in the user's order."""
     lines = []
-    for container, layers in by_container.items():
-        order = [layers[i] for i in sorted(layers)]
-        assert sorted(layers) == list(range(len(order))), f"{container} has gaps: {sorted(layers)}"
-        if len(set(order)) == 1:
-            made = f"[{order[0]}() for _ in range({len(order)})]"
+    for container, layers in _numbers(lowered.program.blocks).items():
+        kinds = list(layers.values())
+        if list(layers) != list(range(len(kinds))):  # others stand between
+            made = f"{{{', '.join(f'{number}: {kind}()' for number, kind in layers.items())}}}"
+        elif len(set(kinds)) == 1:
+            made = f"[{kinds[0]}() for _ in range({len(kinds)})]"
         else:
-            made = f"[{', '.join(f'{kind}()' for kind in order)}]"
+            made = f"[{', '.join(f'{kind}()' for kind in kinds)}]"
         lines.append(f'self.blocks("{container}", {made})')
     return lines
 
 
 def _normalizers(lowered: Lowered, emission: Emission, names: list[str]) -> str:
     texts = {name: Text(name) for name in names}
-    texts |= {p.value.name: Text(attribute(p.name)) for p in lowered.program.parameters}
+    texts |= {p.value.name: Text(tensor(p.name)) for p in lowered.program.parameters}
     speller = Speller(lambda name: texts[name], f"{names[0]}.device")
     taken = _Names(set(RESERVED) | set(names))
     lines = ["# sums over rows that the loss is divided by: taken over the global batch before the first microbatch"]
@@ -579,13 +602,19 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
     if target != arguments[position]:
         body.lines.append(f"{target} = {arguments[position]}")
         arguments[position] = target
-    whole = len(blocks[first.block].paths) == count and _container_size(blocks, container) == count
+    alone = list(_numbers(blocks)[container]) == list(range(_children(body.lowered.program, container)))
     for part, again in ((numbers[:saved], True), (numbers[saved:], False)):
         if not part:
             continue
-        span = "" if whole and len(part) == count else f"[{part[0]}:{part[-1] + 1}]"
-        body.lines.append(f"for block in {layers}{span}:")
-        body.lines.append(f"    {target} = {_called('block', arguments, again)}")
+        span = range(part[0], part[-1] + 1)
+        if not alone:  # not every child is a layer, so the container is no list
+            layer = f"{layers}[number]"
+            body.lines.append(f"for number in {span}:")
+        else:
+            layer = "block"
+            cut = "" if len(span) == len(_numbers(blocks)[container]) else f"[{span.start}:{span.stop}]"
+            body.lines.append(f"for block in {layers}{cut}:")
+        body.lines.append(f"    {target} = {_called(layer, arguments, again)}")
     return end
 
 
@@ -593,8 +622,11 @@ def _called(layer: str, arguments: list[str], again: bool) -> str:
     return f"recompute({', '.join([layer, *arguments])})" if again else f"{layer}({', '.join(arguments)})"
 
 
-def _container_size(blocks: tuple[Block, ...], container: str) -> int:
-    return sum(path.rpartition(".")[0] == container for block in blocks for path in block.paths)
+def _children(program: Blocked, container: str) -> int:
+    """How many numbered children of a container hold anything."""
+    prefix = f"{container}." if container else ""
+    names = [name for name, _ in program.all_parameters()]
+    return len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
 
 
 def _carried_position(body: _Body, statements: tuple[object, ...], start: int, end: int) -> int:

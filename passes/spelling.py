@@ -76,7 +76,10 @@ FUNCTIONAL = frozenset(
 SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 REDUCTIONS = ("none", "mean", "sum")
 LOSSES = {
-    "cross_entropy_loss": ("cross_entropy", ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")),
+    "cross_entropy_loss": (
+        "cross_entropy",
+        ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
+    ),
     "nll_loss_nd": ("nll_loss", ("input", "target", "weight", "reduction", "ignore_index")),
     "nll_loss": ("nll_loss", ("input", "target", "weight", "reduction", "ignore_index")),
     "mse_loss": ("mse_loss", ("input", "target", "reduction")),

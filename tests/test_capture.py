@@ -191,7 +191,7 @@ def test_small_literals_are_written_down_and_large_ones_are_kept_aside():
     assert op_of(found.graph, CONSTANT).args == ((1.0, 2.0, 3.0),)
     large = Small(lambda self, x: self.a(x) + torch.tensor([float(i) for i in range(99)])[:3], a=linear())
     kept = capture(large, BATCH, mse)
-    assert {name: len(value) for name, value in kept.constants.items()} == {"constants.0": 99}
+    assert {name: len(value) for name, value in kept.constants.items()} == {"constants.literal_0": 99}
     torch.testing.assert_close(computed(large, kept)[0], mse(large(BATCH["x"]), BATCH).detach())
 
 

@@ -70,31 +70,38 @@ class Trainer:
         `batch` is the global batch, the same on every rank, by input name or in the order of the inputs; with
         `sharded` the rows of this data-parallel rank alone.
         """
-        loss = self.backward(batch, sharded)
+        loss = self._backward(batch, sharded)
         if self.clip_grad_norm is not None:
             found = self._gradients()
             self._norm = gradients.norm(found, self._layouts, self.norm_type)
             gradients.clip(found.values(), self._norm, self.clip_grad_norm)
         self.optimizer.step()
         self.steps += 1
-        return loss
+        return loss()
 
     def backward(self, batch: Batch, sharded: bool = False) -> float:
         """A step without the optimizer and clipping: the gradients are those of this batch alone."""
+        return self._backward(batch, sharded)()
+
+    def _backward(self, batch: Batch, sharded: bool) -> Callable[[], float]:
+        """Leaves the gradients; a function that waits for the global loss, which nothing of a step needs."""
         microbatches = self._microbatches(batch, sharded)
         self._prepare()
         for parameter in self._parameters.values():
             parameter.grad = None
         counts = self._normalizers(microbatches)
-        losses = []
+        losses: list[Tensor] = []
         for i, inputs in enumerate(microbatches):
+            last = i == len(microbatches) - 1
             with randomness(Randomness(self.seed, self.steps, i)):
-                loss = self._engine.loss((*inputs, *counts), last=i == len(microbatches) - 1)
+                loss = self._engine.loss((*inputs, *counts), last)
+                losses.append(loss.detach())
+                if last:
+                    global_loss = self._global_loss(losses)  # travels while the backward pass computes
                 self._engine.backward(loss)
-            losses.append(loss.detach())
         self._engine.finish()
         gradients.sum_over_tp([p.grad for p in self._partial if p.grad is not None])
-        return self._global_loss(losses)
+        return global_loss
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, sharded: bool = False) -> float:
@@ -107,7 +114,7 @@ class Trainer:
             with randomness(Randomness(self.seed, self.steps, i)):
                 losses.append(self._engine.loss((*inputs, *counts), last=True))
         self._engine.rest()
-        return self._global_loss(losses)
+        return self._global_loss(losses)()
 
     @property
     def last_grad_norm(self) -> float | None:
@@ -141,13 +148,20 @@ class Trainer:
         return [one.view(total.shape).to(total.dtype) for one, total in zip(summed, totals, strict=True)]
 
     @torch.no_grad()
-    def _global_loss(self, losses: list[Tensor]) -> float:
+    def _global_loss(self, losses: list[Tensor]) -> Callable[[], float]:
+        """Start to sum the loss over microbatches and ranks; the function waits for the sum."""
         total = torch.stack(losses).double().sum()
-        axes = [self._dp, self._tp] if self.program.loss is P else [self._dp]
-        for axis in axes:
-            if axis is not None and axis.size > 1:
-                dist.all_reduce(total, group=axis.group)
-        return total.item()
+        size, group = self._dp.size, self._dp.group
+        if self.program.loss is P and self._tp is not None:  # over every rank: there are no axes but dp and tp
+            size, group = size * self._tp.size, self._mesh.world
+        work = dist.all_reduce(total, group=group, async_op=True) if size > 1 else None
+
+        def wait() -> float:
+            if work is not None:
+                work.wait()
+            return total.item()
+
+        return wait
 
     # Weights
 
