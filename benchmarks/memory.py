@@ -20,11 +20,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# ruff: noqa: E402
 
 import torch
-import torch.nn.functional as F
 import transformers
-from gloo import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +33,8 @@ from autopar.runtime import Trainer
 from costmodels.cluster import Cluster
 from examples.mlp import MLP, squared_error
 from examples.nanogpt import GPT
+from gloo import Pool
+from passes.capture import batch_leaves
 from passes.memory import StepBytes
 from passes.pipeline import PIPELINE
 from passes.plan import StageMemory
@@ -164,17 +165,13 @@ class Compared:
         return self.predicted.saved / self.measured.saved - 1
 
 
-def compare(
-    pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32"
-) -> Compared:
+def compare(pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32") -> Compared:
     """Plan a case for some local processes, and measure its program there."""
     cluster = Cluster.preset(f"cpu:{ranks}")
     task = Task(case.model, case.batch, case.loss_fn, cluster, ROWS, precision, "adamw", fix, "", None, None)
     state = run(PIPELINE, State(task, lambda text: None, lambda: False))
     plan, captured = made(state.plan, "the plan"), made(state.captured, "the capture")
     program = load_program(made(state.program, "the program"))
-    from passes.capture import batch_leaves
-
     tensors = batch_leaves(case.batch)
     tensors = {one.name: tensors[one.key] for one in captured.inputs}
     shares = []

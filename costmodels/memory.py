@@ -149,9 +149,7 @@ class Engine:
         grown = FP32_BYTES * unit.trained
         if self.kind is Kind.BUCKETS:
             self.gradients += grown * (self.first - self.last)
-        elif self.kind is Kind.PLAIN:
-            self.gradients += grown * self.first
-        elif self.stage == 1 and not self.last:
+        elif self.kind is Kind.PLAIN or (self.stage == 1 and not self.last):
             self.gradients += grown * self.first
         else:
             if self.stage == 3 or self.last:
@@ -159,7 +157,7 @@ class Engine:
             kept = self.stage == 1 and not self.first  # its gradients are among `gradients` already
             self.reducing = grown + (0 if kept else self.compute_bytes * unit.trained)
             yield
-            self.reducing = grown * (1 + self.copies)
+            self.reducing = grown * (2 if self.copies or self.ranks == 1 else 1)  # one rank divides into a copy
             self.gradients += grown // self.ranks - grown * kept
             yield
             self.reducing = grown

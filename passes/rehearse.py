@@ -218,7 +218,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     specs = tuple((tuple(t.shape), t.dtype) for t in outputs)
     given = _storages(outputs)
     places = [t.untyped_storage()._cdata for t in outputs]
-    end = _End.apply(*outputs)
+    end = _applied(_End, *outputs)
     del out, outputs
     kept_outputs = tuple(key in tracker.sizes for key in places)
     saved = tracker.live - sum(tracker.sizes.get(key, 0) for key in given)
@@ -284,6 +284,10 @@ def _root(model: nn.Module, inputs: tuple[Tensor, ...]) -> RootMemory:
     )
 
 
+def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
 class _End(torch.autograd.Function):
     """What follows a layer: it keeps nothing, and its gradients come into being in the backward."""
 
@@ -316,7 +320,7 @@ class _ClosedLayer(nn.Module):
         self.like = like
 
     def forward(self, *inputs: Tensor) -> Any:
-        out = _Call.apply(self, *inputs)
+        out = _applied(_Call, self, *inputs)
         return out[0] if len(out) == 1 else out
 
 
@@ -492,7 +496,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _moved(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    return cast(Tensor, _Moved.apply(x, there, back))
+    return cast(Tensor, _applied(_Moved, x, there, back))
 
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
@@ -515,12 +519,9 @@ def _gathered(x: Tensor, dim: int, n: int, blocks: int, size: int | None) -> Ten
     lead, length = prod(x.shape[:dim]) * blocks, x.shape[dim] // blocks
     block = length * n if size is None else size // blocks
     whole = x.new_empty(resized(x.shape, dim, blocks * block))
-    if lead > 1 or block % n:  # the parts do not land where they belong
-        parts = x.new_empty(n * x.numel())
-        x.contiguous()
-        del parts
-    else:
-        x.contiguous()
+    sent = x.new_empty(x.numel()) if block % n else x.contiguous()  # a short rank fills up its part
+    parts = x.new_empty(n * x.numel() if lead > 1 or block % n else 0)  # they do not land where they belong
+    del sent, parts
     return whole
 
 
@@ -570,7 +571,7 @@ def _vocabulary_embedding(ids: Tensor, weight: Tensor, axis: str, size: int, pad
 def _vocabulary_cross_entropy(
     logits: Tensor, target: Tensor, axis: str, size: int, ignore_index: int = -100, reduction: str = "sum"
 ) -> Tensor:
-    loss = cast(Tensor, _CrossEntropy.apply(logits, target, ignore_index))
+    loss = cast(Tensor, _applied(_CrossEntropy, logits, target, ignore_index))
     if reduction == "none":
         return loss
     total = loss.sum()

@@ -66,7 +66,7 @@ def check(gloo, state, optimizer, name, steps=STEPS, clip=None):
     assert set(found.first) == set(found.last) == set(wanted.first)
     worst = differences(found, wanted)
     said = ", ".join(f"{what} {value * 1e-5:.1e} ({where})" for what, (value, where) in worst.items())
-    print(f"{name}, {optimizer}, {plan}: {said}")
+    print(f"{name}, {optimizer}, {plan.mesh}, {plan.zero}, {plan.schedule}: {said}")
     assert all(value <= 1 for value, _ in worst.values()), said
     return found, wanted
 
@@ -115,12 +115,17 @@ def test_own_choice_where_plain_data_parallelism_does_not_fit(gloo, model):
 
 def plain_dp_bytes(model):
     """The least that any plan needs that has every state on every rank."""
-    return planned(CASES[model], "dp=4,tp=1,zero=0,microbatch=1,recompute=full").plan.memory[0].peak_bytes
+    return least_bytes(model, "dp=4,tp=1,zero=0")
+
+
+def least_bytes(model, fix):
+    choices = [f"{fix},microbatch={rows},recompute={again}" for rows in (1, 3) for again in ("none", "full")]
+    return min(planned(CASES[model], choice).plan.memory[0].peak_bytes for choice in choices)
 
 
 @pytest.mark.parametrize("model", ("gpt2", "llama", "nanogpt"))
 def test_own_choice_where_only_tensor_parallelism_fits(gloo, model):
-    fully_sharded = planned(CASES[model], "dp=4,tp=1,zero=3,microbatch=1,recompute=full").plan.memory[0].peak_bytes
+    fully_sharded = min(least_bytes(model, f"dp=4,tp=1,zero={stage}") for stage in (1, 2, 3))
     state = planned(CASES[model], "", 4, limit_bytes=fully_sharded - 1)
     assert state.plan.mesh.tp > 1
     check(gloo, state, "sgd", model)
@@ -134,16 +139,17 @@ def test_plan_for_thin_links_trains_what_one_process_trains(gloo, model, fix):
 
 
 @pytest.mark.parametrize("thin", (False, True))
-@pytest.mark.parametrize("model, fix", [("bert", "dp=2,tp=2"), ("vit", "tp=2"), ("t5", "tp=2")])
+@pytest.mark.parametrize("model, fix", [("bert", "dp=2,tp=2"), ("vit", "tp=2")])
 def test_other_families_train_what_one_process_trains(gloo, model, fix, thin):
-    check(gloo, planned(CASES[model], fix, thin=thin), "adamw", model, steps=5)
+    check(gloo, planned(CASES[model], f"{fix},microbatches=1", thin=thin), "adamw", model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fix", ("dp=2", "dp=2,zero=3", "tp=4", "tp=2,microbatches=3", "dp=2,tp=2,recompute=full"))
+@pytest.mark.parametrize("fix", ("dp=2,zero=3", "tp=2", "tp=4", "tp=2,microbatches=3", "dp=2,tp=2,recompute=full"))
 @pytest.mark.parametrize("model", ("bert", "vit", "t5"))
 def test_other_families_under_other_plans(gloo, model, fix):
-    check(gloo, planned(CASES[model], fix), "sgd", model)
+    one = "" if "microbatches" in fix else ",microbatches=1"
+    check(gloo, planned(CASES[model], fix + one), "sgd", model)
 
 
 # -- plans that no price would choose ---------------------------------------------------------------------------------
