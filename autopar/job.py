@@ -59,10 +59,11 @@ def parallelize(
     distributed = "WORLD_SIZE" in os.environ
     if distributed:
         if not dist.is_initialized():
-            mesh._init_process_group(torch.device(cluster.device.kind))
+            mesh.init_process_group(torch.device(cluster.device.kind))
         if dist.get_world_size() != cluster.devices:
             raise PlanMismatch(
-                f"torchrun started {dist.get_world_size()} processes, but cluster {cluster.name} has {cluster.devices} devices"
+                f"torchrun started {dist.get_world_size()} processes, but cluster {cluster.name} has "
+                f"{cluster.devices} devices"
             )
 
     def compiled() -> Compiled:
@@ -120,7 +121,7 @@ def _on_rank_0(compiled: Callable[[], Compiled]) -> _Made:
 
 
 class Job:
-    """A planned training. `plan` and `save` need no process group; everything else runs under torchrun, on all ranks."""
+    """A planned training. `plan` and `save` need no process group; the rest runs under torchrun, on all ranks."""
 
     def __init__(
         self,
@@ -210,19 +211,22 @@ def _optimizer_name(optimizer: Optimizer | None, fix: Fix | None) -> str:
     kind = type(trial).__name__
     if kind not in ELEMENTWISE:
         raise BadInput(
-            f"the optimizer {kind} may look at whole parameters, which no rank holds; use one of {', '.join(ELEMENTWISE)}"
+            f"the optimizer {kind} may look at whole parameters, which no rank holds; "
+            f"use one of {', '.join(ELEMENTWISE)}"
         )
     return "sgd" if kind in ("SGD", "Adagrad", "RMSprop", "ASGD", "Rprop") else "adamw"
 
 
 def _example(model: nn.Module) -> Any:
     """A batch that the model itself offers."""
-    if callable(getattr(model, "example_batch", None)):
-        return model.example_batch()
+    example = getattr(model, "example_batch", None)
+    if callable(example):
+        return example()
     offered = getattr(model, "dummy_inputs", None)
     if offered is None:
         raise BadInput(
-            f"{type(model).__name__} offers no example batch; pass batch=, a dict, tuple or tensor whose first dim counts rows"
+            f"{type(model).__name__} offers no example batch; pass batch=, a dict, tuple or tensor whose first dim "
+            "counts rows"
         )
     batch = dict(offered)
     if "input_ids" in batch and "labels" not in batch:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from autopar.runtime.module import derived_seed
 from costmodels.errors import BadInput
 
 INIT_SEED = 0
@@ -45,8 +46,9 @@ def _initialised(model: nn.Module) -> dict[str, torch.Tensor]:
             continue
         fresh = _module_tensors(model, path) if any(id(t) not in by_id for t in own.values()) else {}
         for name, tensor in own.items():
-            value = by_id.setdefault(id(tensor), fresh.get(name, tensor))
-            made[f"{path}.{name}" if path else name] = value
+            if id(tensor) not in by_id:
+                by_id[id(tensor)] = fresh[name]
+            made[f"{path}.{name}" if path else name] = by_id[id(tensor)]
     return made
 
 
@@ -61,7 +63,7 @@ def _module_tensors(model: nn.Module, path: str) -> dict[str, torch.Tensor]:
         for name, b in module._buffers.items():
             alone._buffers[name] = None if b is None else _empty(b)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_seed(path))
+        torch.manual_seed(derived_seed(INIT_SEED, path))
         whole = getattr(model, "_init_weights", None)
         if callable(whole):
             with torch.no_grad():
@@ -79,7 +81,3 @@ def _module_tensors(model: nn.Module, path: str) -> dict[str, torch.Tensor]:
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
-
-
-def _seed(path: str) -> int:
-    return INIT_SEED + sum(ord(c) * 31**i for i, c in enumerate(path)) % 2**31

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -255,7 +255,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn
     for tensor in (*model.parameters(), *model.buffers(), *computed):
         if id(tensor) in memo:
             continue
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise BadInput(f"{type(model).__name__} has lazy parameters; run one batch through it first")
         parameter = isinstance(tensor, nn.Parameter)
         low = dtype if parameter and tensor.dtype == torch.float32 else tensor.dtype

@@ -18,10 +18,11 @@ def headline(name: str, variant: Variant, task: Task) -> str:
     """The first lines of program.py."""
     pair = variant.settled.pair
     zero = f", ZeRO-{variant.zero} over {variant.group}" if variant.zero else ""
+    local = min(pair.dp * pair.tp, task.cluster.devices_per_node)
     return (
         f"{name} on {pair.dp * pair.tp} processes: dp {pair.dp}, tp {pair.tp}{zero}, "
         f"{pair.microbatches(task.global_batch)} microbatches of {pair.microbatch}, {task.precision}.\n\n"
-        f"    torchrun --nproc-per-node {min(pair.dp * pair.tp, task.cluster.devices_per_node)} program.py --steps 10\n\n"
+        f"    torchrun --nproc-per-node {local} program.py --steps 10\n\n"
         "Written by autopar; yours to edit. Shapes in comments are those of one rank."
     )
 

@@ -61,7 +61,7 @@ class Atom:
     source: str
 
 
-Arg: TypeAlias = "Ref | Atom | Size | Rows | int | float | bool | str | None | tuple[Arg, ...]"
+Arg: TypeAlias = "Ref | Atom | Size | Rows | int | float | bool | str | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True)

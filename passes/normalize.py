@@ -190,8 +190,8 @@ def with_joined_slices(graph: Graph) -> Graph:
             return (Same(op.name, new),)
         if not isinstance(size, int) or isinstance(start, Size) or isinstance(end, Size) or step != 1:
             return (op,)
-        first = range(size)[start] if one else slice(start, end).indices(size)[0]  # type: ignore[index,misc]
-        last = first + 1 if one else max(first, slice(start, end).indices(size)[1])  # type: ignore[misc]
+        first = range(size)[start] if one else slice(start, end).indices(size)[0]  # type: ignore[index]
+        last = first + 1 if one else max(first, slice(start, end).indices(size)[1])
         ops, parts = [], []
 
         def part(source: str, target: str, args: tuple[Arg, ...], length: int, suffix: str) -> None:

@@ -125,7 +125,7 @@ def remedies(problem: Problem, failed: Search, state: State) -> list[str]:
     return found
 
 
-# -- what they promise --------------------------------------------------------------------------------------------------
+# -- what they promise ------------------------------------------------------------------------------------------------
 
 
 def every_value_is_written_once(state: State) -> None:
@@ -280,9 +280,9 @@ def open_emission(state: State) -> Emission:
         inputs.append(InputSpec(one.name, shape, str(tensor.dtype).removeprefix("torch."), one.rows, low, high))
     info = made(state.batch, "the batch analysis")
     return Emission(
-        title="", mesh={}, zero=0, zero_group=1, microbatch=1, microbatches=1, rows=task.global_batch, precision=task.precision,
-        optimizer=task.optimizer, inputs=tuple(inputs), prologue=state.prologue, normalizers=info.normalizers, recompute=(),
-        frozen=frozen(state), unread=unread(state),
+        title="", mesh={}, zero=0, zero_group=1, microbatch=1, microbatches=1, rows=task.global_batch,
+        precision=task.precision, optimizer=task.optimizer, inputs=tuple(inputs), prologue=state.prologue,
+        normalizers=info.normalizers, recompute=(), frozen=frozen(state), unread=unread(state),
     )  # fmt: skip
 
 

@@ -120,9 +120,9 @@ def check_fix(problem: Problem) -> None:
     if unknown:
         raise BadInput(f"--fix does not know {', '.join(unknown)}; it knows {', '.join(FIX_KEYS)}")
     for key in FIX_KEYS:
-        if key in fix and key not in ("schedule", "recompute") and (fixed_int(fix, key) or 0) < (key != "zero"):
-            if key != "zero" or (fixed_int(fix, key) or 0) < 0:
-                raise BadInput(f"--fix {key}={fix[key]} must be a positive number")
+        number = fixed_int(fix, key)
+        if number is not None and number < (0 if key == "zero" else 1):
+            raise BadInput(f"--fix {key}={fix[key]} must be a positive number")
     for key in ("pp", "cp", "ep", "virtual_stages"):
         if fixed_int(fix, key) not in (None, 1):
             raise BadInput(f"--fix {key}={fix[key]}: this version plans dp and tp only; {key} must be 1")

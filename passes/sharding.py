@@ -2,18 +2,18 @@
 
     minimise    sum_o  w_o sum_s  time(o, s) x[o, s]   +   sum_t  w_t sum_{p, q}  time(t, p -> q) z[t, p, q]
 
-    one strategy each       sum_s x[o, s] = 1                                    for every operator o
-    wanted is routed        sum_p z[t, p, q] >= sum_{s wants q} x[c, s]          for every tensor t, consumer c, placement q
-    routed is produced      z[t, p, q] <= sum_{s gives p} x[producer(t), s]      for every tensor t, placements p, q
-    layers chain            x[exit, p] = x[entry, p]                             where a layer feeds the next of its kind
+    one strategy each       sum_s x[o, s] = 1                                  for every operator o
+    wanted is routed        sum_p z[t, p, q] >= sum_{s wants q} x[c, s]        for every tensor t, its reader c, and q
+    routed is produced      z[t, p, q] <= sum_{s gives p} x[producer(t), s]    for every tensor t, p and q
+    layers chain            x[exit, p] = x[entry, p]                           where a layer feeds the next of its kind
     memory                  sum_o bytes(o, s) x[o, s] + sum_{t saved} bytes(t, q) z[t, p, q] <= budget
 
 x is binary, z continuous in [0, 1]; w counts the layers that share a block. One resharding z serves every consumer
 that wants the same placement. Parameters are operators too (how they are stored), and so are a block's entries and
 exits (how its inputs and outputs lie), so that what is priced inside a block is what every one of its layers runs.
 
-Solved by SCIP or HiGHS through OR-Tools' MathOpt: 32 layers of a 61-operator model took 5.0 s and 9.4 s, the pairwise
-form in CP-SAT was not closed after 120 s at 4 layers (docs/decisions.md). Here a block is solved once, whatever its count.
+Solved by SCIP through OR-Tools' MathOpt (docs/decisions.md has what else was tried). A block is solved once, whatever
+its count.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     )
     axis = settled.lowered.sharding.axis
     sums = axis.seconds(Collective.ALL_REDUCE, settled.partial_bytes) if pair.tp > 1 else 0.0
-    states, touched = OPTIMIZERS[problem.optimizer]
+    _, touched = OPTIMIZERS[problem.optimizer]
     shard = variant.group if variant.zero else 1
     return StepSeconds(
         compute=m * compute.total,

@@ -57,7 +57,7 @@ def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> M
     if kind == "cuda":
         torch.cuda.set_device(own)
     if not dist.is_initialized():
-        _init_process_group(own)
+        init_process_group(own)
     if _current is not None and _is_alive(_current) and _current.device == own:
         shape = {name: axis.size for name, axis in _current.axes.items()}
         if list(shape.items()) == list(mesh.items()):
@@ -123,7 +123,7 @@ def check_world_size(mesh: Mapping[str, int]) -> None:
         )
 
 
-def _init_process_group(device: torch.device) -> None:
+def init_process_group(device: torch.device) -> None:
     backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {"timeout": GLOO_TIMEOUT})
     if "RANK" in os.environ:
         dist.init_process_group(backend, **options)

@@ -1,0 +1,276 @@
+"""The search's answer is the best of everything that it may choose from; pins and limits are told in sentences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from costmodels.cluster import Cluster
+from costmodels.errors import BadInput, NoPlanFits
+from passes.memory import step_bytes
+from passes.pipeline import PIPELINE, problem_of
+from passes.price import Axis
+from passes.search import Search, check_fix, degrees, divisors, groups, pairs
+from passes.sharding import Terms, shard
+from passes.state import State, Task, run
+from passes.step import Pair, Problem, Variant, settle, step_seconds
+
+ROWS, SEQ, HIDDEN = 12, 4, 32
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.table.weight)
+
+
+BATCH = {"ids": torch.ones(ROWS, SEQ, dtype=torch.long)}
+
+
+def by_rows(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
+
+
+def of_all_rows(output: Tensor, batch: Any) -> Tensor:
+    return output.var()
+
+
+@cache
+def problem(loss_fn: Any = by_rows) -> Problem:
+    task = Task(Net(), BATCH, loss_fn, Cluster.preset("4xh100"), ROWS, "fp32", "adamw", {})
+    return problem_of(run(PIPELINE[:4], State(task, lambda text: None, lambda: False)))
+
+
+def asked(cluster: str = "4xh100", rows: int = ROWS, loss_fn: Any = by_rows, **fix: int | str) -> Problem:
+    return replace(problem(loss_fn), cluster=Cluster.preset(cluster), global_batch=rows, fix=fix)
+
+
+def search(made: Problem) -> Search:
+    return Search(made, lambda text: None, lambda: False)
+
+
+# -- what can be tried ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "expected"),
+    [
+        (1, 1, [1]),
+        (2, 2, [1, 2]),
+        (3, 3, [1, 3]),  # two would leave one of three idle
+        (6, 6, [1, 2, 3, 6]),
+        (7, 7, [1, 2, 3, 7]),
+        (8, 8, [1, 2, 4, 8]),
+        (16, 8, [1, 2, 3, 4, 5, 8, 16]),
+        (4, 1, [1, 2, 4]),  # across nodes only what divides
+    ],
+)
+def test_degrees_worth_trying(devices, per_node, expected):
+    assert degrees(devices, per_node) == expected
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_every_microbatch_of_every_degree():
+    found = pairs(asked("2xh100", rows=4))
+    assert found == [Pair(1, 2, 1), Pair(1, 2, 2), Pair(2, 1, 1), Pair(2, 1, 2), Pair(2, 1, 4)]
+
+
+def test_data_parallelism_takes_the_most_devices_that_divide_the_batch():
+    assert {(p.tp, p.dp) for p in pairs(asked("8xh100"))} == {(1, 6), (2, 4), (4, 2), (8, 1)}
+
+
+def test_pins_leave_what_they_name():
+    assert pairs(asked(tp=2, dp=2, microbatch=3)) == [Pair(2, 2, 3)]
+    assert pairs(asked(tp="2", microbatches="6")) == [Pair(2, 2, 1)]
+
+
+def test_rows_that_are_coupled_are_neither_split_nor_cut_in_time():
+    assert {(p.dp, p.microbatch) for p in pairs(asked(loss_fn=of_all_rows))} == {(1, ROWS)}
+
+
+def test_zero_shards_over_all_or_inside_a_node():
+    pair = Pair(1, 4, 1)
+    assert list(groups(asked("2x2xh100"), pair)) == [(0, 1), (1, 4), (1, 2), (2, 4), (2, 2), (3, 4), (3, 2)]
+    assert list(groups(asked("2x2xh100", zero=3, zero_group=2), pair)) == [(3, 2)]
+    assert list(groups(asked(), Pair(4, 1, 1))) == [(0, 1)]
+
+
+# -- pins that cannot be ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fix", "sentence"),
+    [
+        ({"depth": 2}, "--fix does not know depth; it knows pp, dp, cp, ep, tp, zero"),
+        ({"tp": 0}, "--fix tp=0 must be a positive number"),
+        ({"zero": -1}, "--fix zero=-1 must be a positive number"),
+        ({"tp": "two"}, "--fix tp=two must be a whole number"),
+        ({"zero": 4}, "--fix zero=4: the ZeRO stages are 0, 1, 2 and 3"),
+        ({"dp": 4, "tp": 2}, "--fix dp=4,tp=2 needs 8 devices; there are 4"),
+        ({"tp": 5}, "--fix dp=1,tp=5 needs 5 devices; there are 4"),
+        ({"dp": 5, "tp": 1}, "--fix dp=5,tp=1 needs 5 devices"),
+        ({"dp": 4, "zero_group": 3}, "--fix zero_group=3 does not divide dp=4"),
+        ({"dp": 2, "microbatch": 4}, "microbatch = 4 does not divide the 6 rows of a data-parallel rank"),
+        ({"dp": 2, "microbatches": 5}, "microbatches = 5 does not divide the 6 rows"),
+        ({"pp": 2}, "pp must be 1"),
+        ({"schedule": "zbv"}, "--fix schedule=zbv needs pipeline stages"),
+        ({"recompute": "selective"}, "recomputes whole layers; use none or full"),
+    ],
+)
+def test_a_pin_that_cannot_be_is_told(fix, sentence):
+    with pytest.raises(BadInput) as error:
+        check_fix(asked(**fix))
+    assert sentence in str(error.value)
+
+
+def test_a_batch_that_cannot_be_split_names_what_can():
+    with pytest.raises(BadInput) as error:
+        check_fix(asked(rows=6, dp=4))
+    assert str(error.value) == "a global batch of 6 rows cannot be split over dp=4; use one of [1, 2, 3]"
+
+
+def test_microbatches_and_their_size_must_give_the_batch():
+    with pytest.raises(BadInput):
+        pairs(asked(tp=4, microbatch=2, microbatches=3))
+
+
+def test_coupled_rows_and_data_parallelism_contradict_each_other():
+    with pytest.raises(BadInput, match=r"--fix dp=2 is not possible: var in the loss \(.*\) mixes the rows of a batch"):
+        check_fix(asked(loss_fn=of_all_rows, dp=2))
+    with pytest.raises(BadInput, match="--fix microbatches=2 is not possible"):
+        check_fix(asked(loss_fn=of_all_rows, microbatches=2))
+
+
+# -- the answer -------------------------------------------------------------------------------------------------------
+
+
+def everything(made: Problem) -> dict[tuple[int, int, int, int, int], tuple[float, bool]]:
+    """Step time, and whether it fits, of every (tp, dp, microbatch, zero, group) without recompute."""
+    found = {}
+    searching = search(made)
+    for pair in pairs(made):
+        m = pair.microbatches(made.global_batch)
+        axis = Axis.of(made.cluster, "tp", pair.tp, 1)
+        sharding = shard(made.program.at(pair.microbatch), axis, Terms(microbatches=m), made.rows)
+        assert sharding is not None
+        settled = settle(made, pair, sharding)
+        for stage, size in groups(made, pair):
+            variant = Variant(settled, stage, size, tuple(0 for _ in settled.blocks))
+            held = step_bytes(made, variant, searching.rehearsal(settled))
+            fits = held.peak <= made.cluster.memory_limit_bytes
+            key = (pair.tp, pair.dp, pair.microbatch, stage, size)
+            found[key] = (step_seconds(made, variant).total, fits)
+    return found
+
+
+@pytest.mark.parametrize("cluster", ["4xh100", "2x2xh100"])
+def test_the_optimum_is_the_best_of_everything(cluster):
+    made = asked(cluster)
+    answer = search(made).run()
+    best = answer.best.variant
+    pair = best.settled.pair
+    table = everything(made)
+    seconds, fits = table[pair.tp, pair.dp, pair.microbatch, best.zero, best.group]
+    assert fits and answer.proved
+    assert seconds == pytest.approx(answer.best.seconds.total, rel=1e-6)
+    assert seconds == pytest.approx(min(s for s, ok in table.values() if ok), rel=1e-3)
+    assert answer.enumerated == len(table)
+
+
+def test_every_pair_has_a_bound_that_it_does_not_beat():
+    made = asked()
+    searching = search(made)
+    fastest: dict[Pair, float] = {}
+    for (tp, dp, microbatch, _, _), (seconds, _) in everything(made).items():
+        pair = Pair(tp, dp, microbatch)
+        fastest[pair] = min(seconds, fastest.get(pair, seconds))
+    for pair, seconds in fastest.items():
+        assert searching.least(pair) <= seconds
+
+
+def test_runners_up_are_slower_or_do_not_fit():
+    answer = search(asked()).run()
+    for other in answer.others:
+        assert other.seconds.total >= answer.best.seconds.total * (1 - 1e-9) or other.why_not.startswith("does not fit")
+        assert other.why_not
+
+
+def test_the_same_problem_gives_the_same_answer():
+    one, other = (search(asked()).run() for _ in range(2))
+    assert (one.best.variant.settled.pair, one.best.seconds) == (other.best.variant.settled.pair, other.best.seconds)
+    assert (one.enumerated, one.visited, one.solved) == (other.enumerated, other.visited, other.solved)
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6, 7])
+@pytest.mark.parametrize("rows", [1, 7, 12])
+def test_odd_numbers_of_devices_always_get_a_plan(devices, rows):
+    answer = search(asked(f"{devices}xh100", rows=rows)).run()
+    pair = answer.best.variant.settled.pair
+    assert pair.tp * pair.dp <= devices and rows % (pair.dp * pair.microbatch) == 0
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def limited(bytes_: int, **fix: int | str) -> Problem:
+    made = asked(**fix)
+    return replace(made, cluster=made.cluster.with_memory_limit(bytes_))
+
+
+def test_less_memory_costs_time_and_is_kept():
+    free = search(asked()).run().best
+    assert free.bytes is not None
+    tight = search(limited(int(0.8 * free.bytes.peak))).run().best
+    assert tight.bytes is not None and tight.bytes.peak <= int(0.8 * free.bytes.peak)
+    assert tight.seconds.total >= free.seconds.total
+
+
+def test_layers_are_recomputed_where_activations_do_not_fit():
+    made = asked(tp=1, dp=1, zero=0, microbatches=1, rows=240)
+    free = search(made).run().best
+    assert free.bytes is not None and sum(free.variant.recompute) == 0
+    limit = free.bytes.peak - free.bytes.activations // 4
+    tight = search(replace(made, cluster=made.cluster.with_memory_limit(limit))).run().best
+    assert tight.bytes is not None and tight.bytes.peak <= limit and sum(tight.variant.recompute) > 0
+
+
+def test_nothing_fits_says_by_how_much():
+    with pytest.raises(NoPlanFits) as error:
+        search(limited(50_000)).run()
+    sentence = str(error.value)
+    assert sentence.startswith("no plan fits 4 h100-sxm-80 (48.8 KiB usable each).\n  The closest (dp ")
+    needs = re.search(r"needs ([\d.]+) KiB on every device: parameters [\d.]+ KiB", sentence)
+    assert needs is not None and float(needs[1]) > 48.8
+
+
+def test_past_the_deadline_the_best_known_plan_is_taken_and_not_called_optimal():
+    asked_often = iter(range(10**6))
+    answer = Search(asked(), lambda text: None, lambda: next(asked_often) > 3).run()
+    assert answer.best.bytes is not None
+    assert answer.bound_s <= answer.best.seconds.total
