@@ -165,25 +165,33 @@ class Compared:
         return self.predicted.saved / self.measured.saved - 1
 
 
-def compare(pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32") -> Compared:
-    """Plan a case for some local processes, and measure its program there."""
+def planned(case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32") -> State:
+    """What the compiler makes of a case for some local processes."""
     cluster = Cluster.preset(f"cpu:{ranks}")
     task = Task(case.model, case.batch, case.loss_fn, cluster, ROWS, precision, "adamw", fix, "", None, None)
-    state = run(PIPELINE, State(task, lambda text: None, lambda: False))
-    plan, captured = made(state.plan, "the plan"), made(state.captured, "the capture")
+    return run(PIPELINE, State(task, lambda text: None, lambda: False))
+
+
+def measured(pool: Pool, case: Case, state: State) -> Measured:
+    """The fullest rank of the program, run on gloo."""
+    mesh, captured = made(state.plan, "the plan").mesh, made(state.captured, "the capture")
     program = load_program(made(state.program, "the program"))
-    tensors = batch_leaves(case.batch)
-    tensors = {one.name: tensors[one.key] for one in captured.inputs}
+    leaves = batch_leaves(case.batch)
+    tensors = {one.name: leaves[one.key] for one in captured.inputs}
     shares = []
-    for rank in range(plan.mesh.dp):
+    for rank in range(mesh.dp):
         first, rows = program.own_rows(rank)
-        shares.append(
-            [tensors[one.name][first : first + rows] if one.rows else tensors[one.name] for one in program.inputs]
-        )
-    known = {name: buffer.detach() for name, buffer in case.model.named_buffers()} | dict(captured.constants)
-    found = pool.run(plan.mesh.devices, measure, state.program, known, shares, plan.mesh.tp)
-    measured = Measured(max(m.peak for m in found), max(m.saved for m in found))
-    return Compared(plan.memory[0], made(state.found, "the plan").best.bytes, measured)
+        shares.append([tensors[i.name][first : first + rows] if i.rows else tensors[i.name] for i in program.inputs])
+    buffers = {name: buffer.detach() for name, buffer in case.model.named_buffers()} | dict(captured.constants)
+    found = pool.run(mesh.devices, measure, state.program, buffers, shares, mesh.tp)
+    return Measured(max(one.peak for one in found), max(one.saved for one in found))
+
+
+def compare(pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32") -> Compared:
+    """Plan a case, and measure its program."""
+    state = planned(case, fix, ranks, precision)
+    plan, predicted = made(state.plan, "the plan"), made(state.found, "the plan").best.bytes
+    return Compared(plan.memory[0], made(predicted, "its memory"), measured(pool, case, state))
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

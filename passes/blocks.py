@@ -187,13 +187,20 @@ def _layers(graph: Graph, classes: Mapping[str, str]) -> list[_Layer]:
 
 
 def _layer(graph: Graph, path: str, positions: list[int], readers: Mapping[str, list[int]]) -> _Layer | None:
-    """The layer at `path`, or None where operators of others run in between (its call would have no place)."""
+    """The layer at `path`, or None where it cannot be called on its own.
+
+    Operators of others run in between, or its parameters are read by others too (who could not, while ZeRO has them
+    sharded).
+    """
     if positions != list(range(positions[0], positions[-1] + 1)):
         return None
     span = set(positions)
     ops = tuple(graph.ops[i] for i in positions)
     made = {v.name: (i, j) for i, op in enumerate(ops) for j, v in enumerate(op.results)}
-    own = {p.value.name: p for p in graph.parameters if all(n.startswith(f"{path}.") for n in p.names)}
+    own = {p.value.name: p for p in graph.parameters if any(n.startswith(f"{path}.") for n in p.names)}
+    for name, parameter in own.items():
+        if not all(n.startswith(f"{path}.") for n in parameter.names) or not span.issuperset(readers[name]):
+            return None
     inputs: dict[str, int] = {}
     parameters: dict[str, Parameter] = {}
 

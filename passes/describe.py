@@ -80,9 +80,8 @@ def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, 
         for region, count in lowered.regions():
             for statement in region.statements:
                 uses.extend(_uses(statement, axis, m * count))
-        if variant.settled.partial_bytes:
-            size = variant.settled.partial_bytes
-            uses.append(_use(axis, "all_reduce", "partial gradients", size, 1))
+        if variant.partial_bytes:
+            uses.append(_use(axis, "all_reduce", "partial gradients", variant.partial_bytes, 1))
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name)))
 
 

@@ -112,6 +112,11 @@ class Variant:
     group: int
     recompute: tuple[int, ...]  # per block, layers recomputed
 
+    @property
+    def partial_bytes(self) -> int:
+        """What one rank sums over tp once per step: its ZeRO shard of the partial gradients."""
+        return self.settled.partial_bytes // (self.group if self.zero else 1)
+
 
 @dataclass(frozen=True)
 class StepSeconds:
@@ -201,7 +206,7 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
         k * (r.compute.forward + r.comm.forward) for k, r in zip(variant.recompute, settled.blocks, strict=True)
     )
     axis = settled.lowered.sharding.axis
-    sums = axis.seconds(Collective.ALL_REDUCE, settled.partial_bytes) if pair.tp > 1 else 0.0
+    sums = axis.seconds(Collective.ALL_REDUCE, variant.partial_bytes) if pair.tp > 1 else 0.0
     _, touched = OPTIMIZERS[problem.optimizer]
     shard = variant.group if variant.zero else 1
     return StepSeconds(

@@ -371,7 +371,9 @@ def differences(found: Training, wanted: Training) -> dict[str, tuple[float, str
     worst = {"loss": max((value, f"step {step}") for step, value in enumerate(losses))}
     for what in ("first", "last", "weights"):
         a, b = getattr(found, what), getattr(wanted, what)
-        worst[what] = max((off(a[name], b[name]), name) for name in sorted(a.keys() & b.keys()))
+        worst[what] = max(
+            ((off(a[name], b[name]), name) for name in sorted(a.keys() & b.keys())), default=(math.inf, "")
+        )
     return worst
 
 

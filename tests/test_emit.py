@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,12 @@ from autopar.job import load_program
 from autopar.runtime import Trainer
 from costmodels.cluster import Cluster
 from passes.capture import forward_arguments
-from passes.emit import attribute, tensor
-from passes.pipeline import Compiled, compile_model
+from passes.emit import attribute, emit, tensor
+from passes.pipeline import PIPELINE, Compiled, compile_model, problem_of
+from passes.price import Axis
+from passes.sharding import Terms, shard
+from passes.state import State, Task, run
+from passes.step import Pair, settle
 from test_capture import Small
 
 BATCH = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), "y": torch.ones(4, 3)}
@@ -206,6 +211,21 @@ def test_layers_beside_others_in_one_container():
     net = nn.Sequential(FFN(), FFN(), nn.Linear(4, 3))
     text = same_as_the_model(Small(lambda self, x: self.net(self.a(x)), a=nn.Linear(4, 4), net=net))
     assert "        for number in range(0, 2):\n            x = self.net[number](x)\n" in text
+
+
+def test_layers_that_do_not_start_at_zero():
+    model = nn.Sequential(nn.Linear(4, 4), FFN(), FFN(), nn.Linear(4, 3))
+    batch = {"input": BATCH["x"], "y": BATCH["y"]}
+    task = Task(model, batch, mse, Cluster.preset("cpu:1"), 4, "fp32", "adamw", {})
+    problem = problem_of(run(PIPELINE[:4], State(task, lambda text: None, lambda: False)))
+    pair = Pair(1, 1, 4)
+    sharding = shard(problem.program.at(4), Axis.of(problem.cluster, "tp", 1, 1), Terms(), problem.rows)
+    assert sharding is not None
+    text = emit(settle(problem, pair, sharding).lowered, replace(problem.emission, mesh={"dp": 1}, recompute=(0,)))
+    assert 'self.blocks("", {1: FFN(), 2: FFN()})' in text
+    trainer = Trainer(load_program(text), device="cpu")
+    trainer.load_state_dict(model.state_dict())
+    assert trainer.evaluate(batch) == pytest.approx(mse(model(BATCH["x"]), BATCH).item(), rel=1e-5)
 
 
 def running(order: Callable[[Any, Tensor], Tensor], count: int = 3) -> Small:

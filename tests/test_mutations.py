@@ -18,7 +18,6 @@ from autopar.runtime import axis
 from autopar.runtime.layout import chunk
 from costmodels.errors import NoPlanFits
 from models import CASES, OPTIMIZERS, buffers, differences, planned, reference, trained
-from passes.describe import collective_uses
 from passes.lower import LocalOp, Reshard
 from passes.pipeline import the_plan_fits
 from passes.placements import S, chunk_sizes, collectives
@@ -36,7 +35,7 @@ class Alone:
     @staticmethod
     def all_gather(x, dim, axis="tp", backward="", *, blocks=1, size=None):
         n = ranks_of(axis)
-        return torch.cat([x] * n, dim).narrow(dim, 0, size or n * x.shape[dim])
+        return torch.cat([x] * (n + 1), dim).narrow(dim, 0, size or n * x.shape[dim])
 
     @staticmethod
     def reduce_scatter(x, dim, axis="tp", *, blocks=1, size=None):
@@ -192,13 +191,7 @@ def test_gradients_not_summed_over_data_parallel_ranks_are_noticed(gloo, fix):
     state = planned(CASES["llama"], fix)
     args = ("llama", state.program, buffers(state), CASES["llama"].weights, "sgd", STEPS_TO_NOTICE)
     assert noticed(gloo.run(2, trained, *args)[0], "llama")[0] < 1e-6
-    try:
-        found = gloo.run(2, without_dp_sum, *args)[0]
-    except (TimeoutError, AssertionError):
-        raise
-    except Exception:
-        return  # refused is noticed
-    assert noticed(found, "llama")[0] > NOTICED
+    assert noticed(gloo.run(2, without_dp_sum, *args)[0], "llama")[0] > NOTICED
 
 
 # -- priced = emitted -------------------------------------------------------------------------------------------------
@@ -212,7 +205,10 @@ KINDS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Every collective that this process starts, whoever calls it: kind, bytes of the full tensor, ranks."""
+    """Every collective that this process starts, whoever calls it: kind, bytes, and the ranks of the group.
+
+    The bytes are those of the full tensor; of an all-to-all, what this rank puts in.
+    """
 
     def __init__(self):
         super().__init__()
@@ -220,130 +216,116 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        if name.startswith("c10d::") and "barrier" not in name:
-            self.seen.append(self.entry(KINDS[name], args))
+        if name.startswith("c10d::"):
+            kind = KINDS[name]
+            tensors = args[0] if kind == "all_reduce" else [args[0 if kind == "all_gather" else 1]]
+            group = next(a for a in args if not isinstance(a, torch.Tensor | list | tuple))
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+            self.seen.append((kind, sum(t.nbytes for t in tensors), tuple(ranks)))
         return func(*args, **(kwargs or {}))
-
-    def entry(self, kind, args):
-        tensors = (
-            args[0] if kind == "all_reduce" else [args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]]
-        )
-        group = next(a for a in args if not isinstance(a, torch.Tensor | list | tuple))
-        return kind, sum(t.nbytes for t in tensors), dist.ProcessGroup.unbox(group).size()
 
 
 def recorded(name, text, held, weights):
-    """What one backward pass over a global batch runs; without the two sums that make the loss."""
+    """What one backward pass over a global batch runs, but for the sums that make the loss and its divisor."""
     from autopar.job import load_program
     from autopar.runtime import Trainer
 
     trainer = Trainer(load_program(text), OPTIMIZERS["sgd"], "cpu")
     trainer.load_state_dict(weights)
     trainer.load_buffers(held)
+    batch = CASES[name].batch(0)
+    counts = trainer._normalizers(trainer._microbatches(batch, False))
     with (
+        patch.object(trainer, "_normalizers", lambda parts: counts),
+        patch.object(trainer, "_global_loss", lambda losses: 0.0),
         Recorder() as recorder,
-        patch.object(Trainer, "_global_loss", lambda self, losses: 0.0),
-        patch.object(Trainer, "_normalizers", lambda self, parts: [torch.tensor(1)] * count(self)),
     ):
-        trainer.backward(CASES[name].batch(0))
+        trainer.backward(batch)
     return recorder.seen
 
 
-def count(trainer):
-    """How many normalizers the program has."""
-    return len(
-        type(trainer.model).normalizers(trainer.model, *trainer._microbatches(CASES["llama"].batch(0), False)[0])
-    )
-
-
-def run_collectives(gloo, name, state, text=None):
-    """The collectives of one step as a multiset of (kind, bytes), over tp and over dp."""
+def ran(gloo, name, state, text=""):
+    """The collectives that rank 0 runs in one step: (kind, bytes of the full tensor) over tp, and over dp."""
     args = (name, text or state.program, buffers(state), CASES[name].weights)
     by_rank = gloo.run(state.plan.mesh.devices, recorded, *args)
-    assert all(len(rank) == len(by_rank[0]) for rank in by_rank)
-    return by_rank
+    assert all(len(rank) == len(by_rank[0]) for rank in by_rank), "the ranks run different collectives"
+    over = {True: Counter(), False: Counter()}
+    tp = tuple(range(state.plan.mesh.tp))
+    for i, (kind, size, ranks) in enumerate(by_rank[0]):
+        if kind == "all_to_all":
+            size = sum(by_rank[rank][i][1] for rank in ranks)
+        over[ranks == tp][kind, size] += 1
+    return over[True], over[False]
 
 
 def priced(state):
-    """The tensor-parallel collectives of one step, from the object that is priced."""
-    variant = state.found.best.variant
-    lowered = variant.settled.lowered
-    ranks = lowered.sharding.axis.ranks
-    steps = state.plan.schedule.microbatches
+    """The tensor-parallel collectives of one step that the plan has paid for."""
     found = Counter()
-    again = (0, *variant.recompute)
-    for (region, count), recomputed in zip(lowered.regions(), again, strict=True):
+    for use in state.plan.collectives:
+        if use.axis == "tp":
+            found[use.name, use.full_bytes] += use.count
+    return found
+
+
+def lowered(state):
+    """The same, walked through the lowered program; uneven dims rounded up, as gloo and NCCL move them."""
+    variant = state.found.best.variant
+    steps, ranks = state.plan.schedule.microbatches, state.plan.mesh.tp
+    found = Counter()
+    for region, count in variant.settled.lowered.regions():
         for statement in region.statements:
             if isinstance(statement, Reshard):
-                forward, backward = collectives(statement.source, statement.target)
                 size = padded(statement.value, statement.source, statement.target, ranks)
-                if forward is not None:
-                    found[forward.value, size] += steps * (count + recomputed)
-                if backward is not None and statement.value.grad:
-                    found[backward.value, size] += steps * count
+                forward, backward = collectives(statement.source, statement.target)
+                for kind in (forward, backward if statement.value.grad else None):
+                    if kind is not None:
+                        found[kind.value, size] += steps * count
             elif isinstance(statement, LocalOp):
                 for kind, size in statement.strategy.inside:
-                    found[kind.value, size] += steps * (count + recomputed)
+                    found[kind.value, size] += steps * count
     if variant.settled.partial_bytes:
         found["all_reduce", variant.settled.partial_bytes] += 1
     return found
 
 
 def padded(value, source, target, ranks):
-    """The bytes of a whole tensor with the dim that is gathered or scattered rounded up, as gloo and NCCL move it."""
-    cuts = [p for p in (source, target) if isinstance(p, S)]
-    if len(cuts) != 1:
+    cuts = [placement for placement in (source, target) if isinstance(placement, S)]
+    if len(cuts) != 1:  # an all-to-all is not padded
         return value.bytes
     size = value.sizes[cuts[0].dim] // cuts[0].blocks
     return value.bytes // size * chunk_sizes(size, ranks)[0] * ranks
 
 
-def over_tp(by_rank, ranks):
-    found = Counter((kind, size) for kind, size, group in by_rank[0])
-    moved = Counter()
-    for i, (kind, size, _) in enumerate(by_rank[0]):
-        if kind == "all_to_all":  # of full tensors every rank holds a part
-            found[kind, size] -= 1
-            moved[kind, sum(rank[i][1] for rank in by_rank[:ranks])] += 1
-    return +found + moved
-
-
-TENSOR_PARALLEL = [
+EVEN = [  # every dim that is cut divides
     ("llama", "tp=2", False),
-    ("gpt2", "tp=2", False),
-    ("gpt2", "tp=4", True),
+    ("llama", "tp=4", True),
+    ("llama", "dp=2,tp=2", False),
     ("llama", "tp=2,microbatches=4", True),
     ("llama", "tp=2,recompute=full", False),
+    ("llama", "dp=2,tp=2,zero=3", True),
+    ("bert", "dp=2,tp=2,zero=1,microbatches=1", True),
 ]
+UNEVEN = [("gpt2", "tp=2", False), ("gpt2", "tp=4", True), ("nanogpt", "tp=2", True), ("mlp", "tp=4", True)]
 
 
-@pytest.mark.parametrize("name, fix, thin", TENSOR_PARALLEL)
-def test_what_is_priced_is_what_runs(gloo, name, fix, thin):
+@pytest.mark.parametrize("name, fix, thin", EVEN)
+def test_collectives_that_run_are_those_that_the_plan_lists(gloo, name, fix, thin):
     state = planned(CASES[name], fix, thin=thin)
-    assert over_tp(run_collectives(gloo, name, state), state.plan.mesh.tp) == priced(state)
+    assert ran(gloo, name, state)[0] == priced(state)
 
 
-@pytest.mark.parametrize("name, fix, thin", TENSOR_PARALLEL[:3])
-def test_plan_lists_the_collectives_that_run(gloo, name, fix, thin):
+@pytest.mark.parametrize("name, fix, thin", UNEVEN)
+def test_collectives_that_run_are_those_of_the_lowered_program(gloo, name, fix, thin):
     state = planned(CASES[name], fix, thin=thin)
-    ran = over_tp(run_collectives(gloo, name, state), state.plan.mesh.tp)
-    listed = Counter()
-    for use in collective_uses(state.found.best.variant, state.task.global_batch):
-        listed[use.name] += use.count
-    totals = Counter()
-    for (kind, _), times in ran.items():
-        totals[kind] += times
-    if len(state.plan.collectives) < 12:  # the plan lists the costliest
-        assert listed == totals
-    assert listed <= totals
+    assert ran(gloo, name, state)[0] == lowered(state)
+    assert sum(priced(state).values()) == sum(lowered(state).values())
 
 
-@pytest.mark.parametrize("name, fix, thin", TENSOR_PARALLEL[:3])
+@pytest.mark.parametrize("name, fix, thin", [*EVEN[:2], *UNEVEN[:2]])
 def test_collective_that_is_deleted_is_missing_from_what_runs(gloo, name, fix, thin):
     state = planned(CASES[name], fix, thin=thin)
-    moving = [place for kind, place in calls(state.program) if kind not in ("bias_on_one_rank", "vocabulary_embedding")]
-    text = without_call(state.program, moving[0])
-    assert over_tp(run_collectives(gloo, name, state, text), state.plan.mesh.tp) != priced(state)
+    place = next(at for kind, at in calls(state.program) if kind not in ("bias_on_one_rank", "vocabulary_embedding"))
+    assert ran(gloo, name, state, without_call(state.program, place))[0] != lowered(state)
 
 
 @pytest.mark.parametrize(
@@ -351,29 +333,31 @@ def test_collective_that_is_deleted_is_missing_from_what_runs(gloo, name, fix, t
     ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,microbatches=3,zero=1", "dp=2,microbatches=3,zero=3"),
 )
 def test_data_parallel_traffic_is_what_is_priced(gloo, fix):
-    """ZeRO-0 reduces once; 1 and 2 gather once; 3 gathers blocks again for backward. Llama's sizes are all even."""
+    """ZeRO-0 reduces once; 1 and 2 gather once; 3 gathers, and blocks again for backward, for every microbatch."""
     state = planned(CASES["llama"], fix)
     variant = state.found.best.variant
     *blocks, root = variant.settled.units
     steps = state.plan.schedule.microbatches
-    elements = 4 * sum(unit.elements * unit.count for unit in (*blocks, root))
+    whole = 4 * sum(unit.elements * unit.count for unit in (*blocks, root))
     again = 4 * sum(unit.elements * unit.count for unit in blocks)
     wanted = {
-        0: {"all_reduce": elements},
-        1: {"all_gather": elements, "reduce_scatter": elements},
-        2: {"all_gather": elements, "reduce_scatter": steps * elements},
-        3: {"all_gather": steps * (elements + again), "reduce_scatter": steps * elements},
+        0: {"all_reduce": whole},
+        1: {"all_gather": whole, "reduce_scatter": whole},
+        2: {"all_gather": whole, "reduce_scatter": steps * whole},
+        3: {"all_gather": steps * (whole + again), "reduce_scatter": steps * whole},
     }[variant.zero]
-    ran = Counter()
-    for kind, size, _ in run_collectives(gloo, "llama", state)[0]:
-        ran[kind] += size
-    assert ran == wanted
+    listed, moved = Counter(), Counter()
+    for use in state.plan.collectives:
+        listed[use.name] += use.count * use.full_bytes
+    for (kind, size), times in ran(gloo, "llama", state)[1].items():
+        moved[kind] += size * times
+    assert moved == listed == wanted
 
 
 # -- fits -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ("llama", "mlp"))
+@pytest.mark.parametrize("name", ("mlp", pytest.param("llama", marks=pytest.mark.slow)))
 def test_no_plan_exceeds_the_limit(name):
     free = planned(CASES[name], "", 4)
     needed = free.plan.memory[0].peak_bytes

@@ -218,6 +218,7 @@ def test_bf16_loss_is_near_that_of_one_process_in_bf16(gloo, model, fix):
     args = (model, state.program, buffers(state), CASES[model].weights, "adamw", 10)
     found = gloo.run(state.plan.mesh.devices, trained, *args)[0]
     wanted = reference(CASES[model], "adamw", 10, precision="bf16")
+    print(max(abs(a / b - 1) for a, b in zip(found.losses, wanted.losses, strict=True)))
     assert found.losses == pytest.approx(wanted.losses, rel=2e-2)
     assert all(weight.dtype == torch.float32 for weight in found.weights.values())
 
@@ -252,28 +253,27 @@ def masks(text, held, weights, steps):
     return kept, seeds, losses
 
 
-@pytest.mark.parametrize("thin", (False, True))
-def test_masks_are_equal_on_replicas_and_differ_on_shards_and_over_dp(gloo, thin):
-    state = planned(CASES["dropout"], "dp=2,tp=2", thin=thin)
-    by_rank = gloo.run(4, masks, state.program, buffers(state), CASES["dropout"].weights, 2)
-    whole = (ROWS // 2, 16, 48)
-    split = 0
-    for kept in zip(*(rank[0] for rank in by_rank), strict=True):
-        (a, b), (c, d) = kept[:2], kept[2:]  # a row of tp ranks for each dp rank
-        assert not torch.equal(a, c) and not torch.equal(b, d), "dp ranks draw one mask"
-        assert torch.equal(a, b) == torch.equal(c, d) == (a.shape == whole)
-        split += a.shape != whole
-        assert all(0.45 < mask.float().mean() < 0.55 for mask in kept)
-    for drawn in zip(*(rank[1] for rank in by_rank), strict=True):
-        seeds, shapes = [seed for seed, _ in drawn], {tuple(shape) for _, shape in drawn}
-        assert shapes == {(6, 2, 16, 12)}, "heads are split"
-        assert len(set(seeds)) == 4
-    drawn = [seed for seed, _ in by_rank[0][1]]
-    assert len(set(drawn)) == len(drawn) == 4, "layers or steps share an attention mask"
-    of_rank = by_rank[0][0]
-    assert len(of_rank) == 2 * 5, "two steps of an embedding and two layers"
-    assert not any(a.shape == b.shape and torch.equal(a, b) for i, a in enumerate(of_rank) for b in of_rank[:i])
-    assert bool(split) == thin, "thin links shard the norms and dropouts along the sequence"
+def test_masks_are_equal_on_replicas_and_differ_on_shards_and_over_dp(gloo):
+    whole, split = 0, 0
+    for thin in (False, True):
+        state = planned(CASES["dropout"], "dp=2,tp=2", thin=thin)
+        by_rank = gloo.run(4, masks, state.program, buffers(state), CASES["dropout"].weights, 2)
+        for kept in zip(*(rank[0] for rank in by_rank), strict=True):
+            (a, b), (c, d) = kept[:2], kept[2:]  # the tp ranks of each dp rank
+            assert not torch.equal(a, c) and not torch.equal(b, d), "dp ranks draw one mask"
+            replicated = a.shape == (ROWS // 2, 16, 48)
+            assert torch.equal(a, b) == torch.equal(c, d) == replicated
+            assert all(0.45 < mask.float().mean() < 0.55 for mask in kept)
+            whole, split = whole + replicated, split + (not replicated)
+        for drawn in zip(*(rank[1] for rank in by_rank), strict=True):
+            assert {tuple(shape) for _, shape in drawn} == {(6, 2, 16, 12)}, "heads are split"
+            assert len({seed for seed, _ in drawn}) == 4
+        drawn = [seed for seed, _ in by_rank[0][1]]
+        assert len(set(drawn)) == len(drawn) == 4, "layers or steps share an attention mask"
+        of_rank = by_rank[0][0]
+        assert len(of_rank) == 2 * 5, "two steps of an embedding and two layers"
+        assert not any(a.shape == b.shape and torch.equal(a, b) for i, a in enumerate(of_rank) for b in of_rank[:i])
+    assert whole and split, "both kinds occur in these plans"
 
 
 def gradients_of(text, held, weights):
