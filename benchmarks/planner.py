@@ -70,10 +70,10 @@ class Case:
 
 
 CASES = (
-    Case("llama3-8b, 8 h100", LLAMA3_8B, "8xh100", 8192, 64, 20),
-    Case("llama3-8b, 64 h100", LLAMA3_8B, "8x8xh100", 8192, 512, 20),
-    Case("llama3-70b, 256 h100", LLAMA3_70B, "32x8xh100", 8192, 512, 45),
-    Case("gpt3-175b, 1024 a100", GPT3_175B, "128x8xa100-80", 2048, 1536, 60),
+    Case("llama3-8b/8xh100", LLAMA3_8B, "8xh100", 8192, 64, 20),
+    Case("llama3-8b/64xh100", LLAMA3_8B, "8x8xh100", 8192, 512, 20),
+    Case("llama3-70b/256xh100", LLAMA3_70B, "32x8xh100", 8192, 512, 45),
+    Case("gpt3-175b/1024xa100", GPT3_175B, "128x8xa100-80", 2048, 1536, 60),
 )
 
 

@@ -16,8 +16,8 @@ Master parameters, reduction and states are fp32. What comes and goes depends on
                   forward    the flat buffer of the gather, c P, beside the one before; then the whole parameters, c P.
                              The buffer goes when the next unit's arrives.
                   backward   in stage 3 parameters are gathered again, and the unit after that while this one computes
-                  reduce     fresh gradients c P and their flat copy 4 P, then 4 P/n. The copy goes when the next
-                             unit is reduced.
+                  reduce     fresh gradients c P and their flat copy 4 P, then 4 P/n beside the copy and the last
+                             gradient, which a loop still names. The copy goes when the next unit is reduced.
                 Stages 1 and 2 keep whole parameters from the first forward to the last backward; with several
                 microbatches stage 1 keeps whole gradients, 4 N. The root unit is whole from beginning to end.
                 Parameters are padded so that n divides their first dim. With n = 1 nothing is gathered: c P is a copy.
@@ -41,7 +41,7 @@ class StaticBytes:
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int  # of gathering and reducing
+    buffers: int  # of gathering and reducing, temporaries of the update
 
     @property
     def total(self) -> int:
@@ -54,6 +54,7 @@ class Unit:
 
     elements: int
     trained: int
+    last: int = 0  # of its last trained parameter
 
 
 class Kind(Enum):
@@ -158,15 +159,16 @@ class Engine:
             self.reducing = grown + (0 if kept else self.compute_bytes * unit.trained)
             yield
             self.reducing = grown * (2 if self.copies or self.ranks == 1 else 1)  # one rank divides into a copy
+            self.reducing += self.compute_bytes * unit.last * (self.ranks > 1)
             self.gradients += grown // self.ranks - grown * kept
             yield
             self.reducing = grown
             if self.stage > 1 and not self.first:  # added to what was there
                 self.gradients -= grown // self.ranks
 
-    def rest(self) -> None:
-        """The backward pass is over."""
-        self.gathering = self.prefetched = self.reducing = 0
+    def rest(self, temporaries: int = 0) -> None:
+        """The backward pass is over; what comes then takes `temporaries`."""
+        self.gathering, self.prefetched, self.reducing = 0, 0, temporaries
 
     def prefetch(self, unit: Unit | None) -> None:
         again = self.kind is Kind.SHARDS and self.stage == 3 and unit is not None

@@ -50,8 +50,10 @@ def step_bytes(problem: Problem, variant: Variant, rehearsal: Rehearsal) -> Step
         watch.engine = engine_of(problem, variant, rehearsal, first=i == 0, last=i == m - 1)
         _microbatch(watch, variant, rehearsal, shards)
     # gradients that are partial over tp are copied together to be summed; then the update
-    watch.see(0, min(settled.partial_bytes // shards, BUCKET_BYTES) if settled.pair.tp > 1 else 0)
-    watch.see(0, update_bytes(problem, rehearsal.parameters, shards))
+    partial = min(settled.partial_bytes // shards, BUCKET_BYTES) if settled.pair.tp > 1 else 0
+    for temporaries in (partial, update_bytes(problem, rehearsal.parameters, shards)):
+        watch.engine.rest(temporaries)
+        watch.see(0)
     assert watch.peak is not None, "seen a moment ago"
     return replace(watch.peak, saved=watch.saved)
 
@@ -128,9 +130,9 @@ def _microbatch(watch: _Watch, variant: Variant, rehearsal: Rehearsal, shards: i
 
 
 def unit(parameters: tuple[Held, ...], shards: int) -> Unit:
-    return Unit(
-        sum(padded(p.shape, shards) for p in parameters), sum(padded(p.shape, shards) for p in parameters if p.trained)
-    )
+    sizes = [padded(p.shape, shards) for p in parameters]
+    trained = [size for p, size in zip(parameters, sizes, strict=True) if p.trained]
+    return Unit(sum(sizes), sum(trained), trained[-1] if trained else 0)
 
 
 def padded(shape: tuple[int, ...], shards: int) -> int:

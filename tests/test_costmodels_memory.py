@@ -111,6 +111,11 @@ def test_a_layer_is_reduced_through_a_flat_copy_of_its_fresh_gradients() -> None
     assert field("buffers", copied["second reduced"]) == [400 + 200, 400 + 400, 400]
 
 
+def test_the_last_gradient_of_a_unit_is_named_until_it_is_reduced() -> None:
+    one = engine(Kind.SHARDS, stage=2, ranks=10, compute_bytes=2)
+    assert [one.now().buffers for _ in one.after_backward(Unit(100, 100, last=30))] == [400 + 200, 400 + 60]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_keep_parameters_whole_until_their_backward(stage: int) -> None:
     seen = play(engine(Kind.SHARDS, stage=stage, ranks=10, compute_bytes=2))
