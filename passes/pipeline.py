@@ -64,6 +64,10 @@ def normalize_(state: State) -> State:
 def batch_(state: State) -> State:
     captured: Captured = made(state.captured, "the capture")
     info = batch_info(made(state.graph, "the graph"), frozenset(i.name for i in captured.inputs if i.rows))
+    if captured.coupled and captured.example_rows != state.task.global_batch:
+        raise BadInput(
+            f"a global batch of {state.task.global_batch} rows needs an example batch of as many: {captured.coupled}"
+        )
     if captured.coupled:
         info = replace(info, coupled=captured.coupled, normalizers=())
     graph, prologue = split_prologue(made(state.graph, "the graph"), info)

@@ -366,7 +366,7 @@ def _attach(module: nn.Module, path: str, value: Any) -> None:
     *parents, name = path.split(".")
     for parent in parents:
         if parent not in module._modules:
-            module.add_module(parent, _Scope())
+            module._modules[parent] = _Scope()  # where a method may have that name
         module = cast(nn.Module, module._modules[parent])
     if isinstance(value, nn.Module):
         module._modules[name] = value  # where a method may have that name
@@ -393,8 +393,11 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
         def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, **where: Any) -> None:
             _attach(self, name, local(shape, dtype, where))
 
-        def blocks(self, path: str, modules: list[nn.Module]) -> None:
-            _attach(self, path, nn.ModuleList(modules))
+        def blocks(self, path: str, modules: list[nn.Module] | dict[int, nn.Module]) -> None:
+            holder = nn.ModuleList() if isinstance(modules, list) else _Scope()
+            for number, module in modules.items() if isinstance(modules, dict) else enumerate(modules):
+                holder.add_module(str(number), module)
+            _attach(self, path, holder)
 
         def alias(self, name: str, of: str) -> None:
             """Holds nothing."""

@@ -323,7 +323,7 @@ class Search:
         settled = settle(self.problem, pair, sharding)
         wanted = self.problem.fix.get("recompute")
         for stage, size in groups(self.problem, pair):
-            layers = tuple(u.count if wanted == "full" else 0 for u in settled.units[:-1])
+            layers = settled.recomputable if wanted == "full" else tuple(0 for _ in settled.blocks)
             self.visited += 1
             if self.hopeless(pair, stage, size):
                 continue
@@ -358,10 +358,10 @@ class Search:
                     Candidate(again, seconds, step_bytes(self.problem, again, self.rehearsal(again.settled))),
                 )
                 return
-            self.reject(replace(variant, recompute=tuple(u.count for u in variant.settled.units[:-1])))
+            self.reject(replace(variant, recompute=variant.settled.recomputable))
         if variant.settled.pair.tp > 1:
             full = "none" not in str(self.problem.fix.get("recompute", ""))
-            layers = tuple(u.count if full else 0 for u in variant.settled.units[:-1])
+            layers = variant.settled.recomputable if full else tuple(0 for _ in variant.recompute)
             least = step_seconds(self.problem, replace(variant, recompute=layers))
             self.push(max(candidate.seconds.total, least.total), Finer(variant, layers))
 
@@ -373,7 +373,7 @@ class Search:
             zip(rehearsal.blocks, rehearsal.recomputed, settled.blocks, strict=True)
         ):
             freed = kept.saved_bytes - again.saved_bytes
-            if freed > 0:
+            if freed > 0 and settled.recomputable[b]:
                 gains.append((-freed / max(1e-12, seconds.compute.forward + seconds.comm.forward), b))
         layers = list(variant.recompute)
         for _, b in sorted(gains):
@@ -463,7 +463,8 @@ class Search:
         sharding = self.programme(pair).solve(Terms(microbatches=pair.microbatches(problem.global_batch)))
         assert sharding is not None, "without a memory budget there is always a sharding"
         settled = settle(problem, pair, sharding)
-        layers = tuple(u.count if problem.fix.get("recompute") != "none" else 0 for u in settled.units[:-1])
+        full = problem.fix.get("recompute") != "none"
+        layers = settled.recomputable if full else tuple(0 for _ in settled.blocks)
         self.reject(Variant(settled, stage, size, layers))
 
     def reject(self, variant: Variant) -> None:

@@ -66,7 +66,7 @@ class Pass:
 
     @property
     def name(self) -> str:
-        return self.apply.__name__.upper()
+        return self.apply.__name__.rstrip("_").upper()
 
 
 def run(

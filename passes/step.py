@@ -17,6 +17,7 @@ from costmodels.collectives import Collective
 from costmodels.operators import exposed_seconds, optimizer_seconds
 from passes.blocks import Blocked
 from passes.emit import Emission
+from passes.graph import mutates
 from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, lower
 from passes.placements import R, S, local_shape
 from passes.plan import Fix
@@ -93,6 +94,12 @@ class Settled:
     units: tuple[Unit, ...]  # per block, then the root
     partial_bytes: int  # gradients that are summed over tp once per step
     largest_parameter: int
+
+    @property
+    def recomputable(self) -> tuple[int, ...]:
+        """Layers of each block that may run twice: those that change no buffer."""
+        blocks = zip(self.lowered.program.blocks, self.units, strict=False)
+        return tuple(0 if any(map(mutates, block.ops)) else unit.count for block, unit in blocks)
 
     @property
     def elements(self) -> int:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -288,6 +289,7 @@ class Training:
     last: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
     norms: tuple[float | None, ...] = ()  # of the gradients, before they were clipped
+    drifted: frozenset[str] = frozenset()  # parameters whose copies on several ranks are no longer the same
 
 
 @cache
@@ -347,7 +349,29 @@ def trained(
         losses.append(trainer.step(batch))
         if clip is not None:
             norms.append(trainer.last_grad_norm)
-    return Training(tuple(losses), gradients[0], gradients[-1], trainer.state_dict(), tuple(norms))
+    return Training(tuple(losses), gradients[0], gradients[-1], trainer.state_dict(), tuple(norms), drifted(trainer))
+
+
+def drifted(trainer: Any) -> frozenset[str]:
+    """Parameters of which two ranks hold different copies: over tp where they are whole, over dp without ZeRO."""
+    from autopar.runtime import S, axis
+    from autopar.runtime.weights import local
+
+    layouts = trainer.model.layouts()
+    tensors = {name: local(p).detach().numpy().tobytes() for name, p in trainer.model.named_parameters()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    tp = dist.get_world_size() // axis("dp").size
+    dist.all_gather_object(everywhere, tensors)
+    found = set()
+    for rank, own in enumerate(everywhere):
+        for name, value in own.items():
+            whole = not isinstance(layouts[name].placement, S)
+            copies = [everywhere[rank - rank % tp]] if whole else []
+            copies += (
+                [everywhere[rank % tp]] if trainer.program.zero == 0 and trainer.program.precision == "fp32" else []
+            )
+            found |= {name for copy in copies if copy[name] != value}
+    return frozenset(found)
 
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-6  # of the norm, and root mean square

@@ -38,6 +38,11 @@ def inputs_of(found: Captured, batch: Any, first: int = 0, last: int = ROWS) -> 
 
 def unchanged(model: nn.Module, batch: Any, loss_fn: Any = None) -> Graph:
     """The normalized graph, after running it: it gives the model's own loss and gradients."""
+    return compared(model, batch, loss_fn)[1]
+
+
+def compared(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Captured, Graph]:
+    """The capture and the normalized graph, which gives the model's own loss and gradients."""
     found = capture(model, batch, loss_fn)
     graph, _ = normalize(found.graph)
     assert repeated_names(graph) == []
@@ -52,7 +57,7 @@ def unchanged(model: nn.Module, batch: Any, loss_fn: Any = None) -> Graph:
     own = torch.autograd.grad(loss, [tensors[p.value.name] for p in trained], allow_unused=True)
     for parameter, one, other in zip(trained, own, gradients, strict=True):
         torch.testing.assert_close(one, other, msg=lambda text, name=parameter.name: f"{name}: {text}")
-    return graph
+    return found, graph
 
 
 def rewritten(compute: Callable[[Any, Tensor], Any], loss_fn: Any = mse, batch: Any = BATCH, **members: Any) -> Graph:
@@ -261,8 +266,7 @@ def test_keys_repeated_in_another_order_are_not_grouped_queries():
 def adds_up(loss_fn: Callable[[Tensor, Any], Tensor], batch: Any = LOSSES) -> Graph:
     """Loss and gradients of one row and of the three others add up to those of all four."""
     model = Small(lambda self, x: self.a(x), a=linear())
-    graph = unchanged(model, batch, loss_fn)
-    found = capture(model, batch, loss_fn)
+    found, graph = compared(model, batch, loss_fn)
     info = batch_info(graph, frozenset(one.name for one in found.inputs if one.rows))
     assert info.coupled == ""
     main, prologue = split_prologue(graph, info)

@@ -68,6 +68,7 @@ def check(gloo, state, optimizer, name, steps=STEPS, clip=None):
     said = ", ".join(f"{what} {value * 1e-5:.1e} ({where})" for what, (value, where) in worst.items())
     print(f"{name}, {optimizer}, {plan.mesh}, {plan.zero}, {plan.schedule}: {said}")
     assert all(value <= 1 for value, _ in worst.values()), said
+    assert not any(rank.drifted for rank in by_rank), by_rank[0].drifted
     return found, wanted
 
 
