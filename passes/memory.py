@@ -1,4 +1,4 @@
-"""The memory of one optimizer step under a plan's choices: its last microbatch, moment by moment.
+"""The memory of one optimizer step under a plan's choices: its first, a middle and its last microbatch, by moments.
 
     forward     layers add what they save          gathered parameters
     loss        all is saved                       the root computes beside it: logits

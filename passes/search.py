@@ -23,6 +23,7 @@ from math import prod
 from costmodels.errors import BadInput, NoPlanFits
 from passes.emit import emit
 from passes.graph import Op
+from passes.lower import Lowered
 from passes.memory import StepBytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
 from passes.price import Axis
@@ -205,7 +206,7 @@ class Search:
         self.enumerated = 0
         self.visited = 0
         self.solved = 0
-        self.rehearsals: dict[int, Rehearsal] = {}
+        self.rehearsals: dict[int, tuple[Lowered, Rehearsal]] = {}
         self.rejected: list[Candidate] = []
 
     def push(self, seconds: float, item: object) -> None:
@@ -289,7 +290,10 @@ class Search:
         elements = sum(prod(p.value.sizes) for _, p in problem.program.all_parameters() if not p.buffer) // pair.tp
         kept = OPTIMIZERS[problem.optimizer][0]
         states = 4 * (1 + kept) * elements // (size if stage else 1)
-        states += {0: 4, 1: problem.compute_bytes, 2: problem.compute_bytes, 3: 0}[stage] * elements
+        if stage in (1, 2):
+            states += problem.compute_bytes * elements
+        elif stage == 0 and (pair.dp > 1 or pair.microbatches(problem.global_batch) > 1):
+            states += 4 * elements  # else gradients come as activations go
         return states + self.least_activations(pair.microbatch) / pair.tp
 
     @cache  # noqa: B019  (a search lives as long as its answer)
@@ -338,8 +342,9 @@ class Search:
             text = emit(
                 settled.lowered, replace(self.problem.emission, recompute=none, microbatch=settled.pair.microbatch)
             )
-            self.rehearsals[key] = rehearse(text, settled.lowered, self.problem.dtype)
-        return self.rehearsals[key]
+            rehearsal = rehearse(text, settled.lowered, self.problem.dtype)
+            self.rehearsals[key] = settled.lowered, rehearsal  # held, so that the id stays its own
+        return self.rehearsals[key][1]
 
     def fit(self, candidate: Candidate) -> None:
         """Queue the candidate with its memory; where it does not fit, queue what would make it fit."""
@@ -402,14 +407,16 @@ class Search:
         now = step_bytes(problem, trial, self.rehearsal(trial.settled))
         per_element = now.static.total / max(1, trial.settled.elements)
         terms = Terms(m, per_element, None, keeps_activations=not any(layers))
+        share = 1.02  # of the excess that is asked of what the programme counts
         for _ in range(FINER_TRIES):
             counted = programme.held_bytes(trial.settled.lowered.sharding.chosen, terms)
-            budget = counted - 1.02 * (now.peak - self.limit)
+            budget = counted - share * (now.peak - self.limit)
             self.solved += 1
             self.progress(f"tp {pair.tp}, dp {pair.dp}, ZeRO-{variant.zero}: cut finer, {size(budget)}")
             found = programme.solve(replace(terms, budget_bytes=budget))
-            if found is None:
-                return
+            if found is None:  # too much at once: part of the excess may be elsewhere
+                share /= 2
+                continue
             trial = replace(trial, settled=settle(problem, pair, found))
             now = step_bytes(problem, trial, self.rehearsal(trial.settled))
             seconds = step_seconds(problem, trial)
