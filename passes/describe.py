@@ -11,7 +11,7 @@ from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Z
 from passes.price import Axis
 from passes.search import Candidate, Found
 from passes.state import Task
-from passes.step import Problem, Variant, dp_uses
+from passes.step import Problem, Variant, dp_uses, run_again
 
 
 def headline(name: str, variant: Variant, task: Task) -> str:
@@ -80,15 +80,18 @@ def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, 
         for region, count in lowered.regions():
             for statement in region.statements:
                 uses.extend(_uses(statement, axis, m * count))
+        for region, again in zip(lowered.blocks, variant.recompute, strict=True):
+            for statement in run_again(region):
+                uses.extend(_uses(statement, axis, m * again, backward=False) if again else ())
         if variant.partial_bytes:
             uses.append(_use(axis, "all_reduce", "partial gradients", variant.partial_bytes, 1))
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name)))
 
 
-def _uses(statement: object, axis: Axis, count: int) -> list[CollectiveUse]:
+def _uses(statement: object, axis: Axis, count: int, backward: bool = True) -> list[CollectiveUse]:
     if isinstance(statement, Reshard):
-        forward, backward = collectives(statement.source, statement.target)
-        kinds = [forward] + ([backward] if statement.value.grad else [])
+        there, back = collectives(statement.source, statement.target)
+        kinds = [there] + ([back] if statement.value.grad and backward else [])
         size = statement.value.bytes
         return [_use(axis, k.value, statement.value.name, size, count) for k in kinds if k is not None]
     if isinstance(statement, LocalOp):

@@ -18,10 +18,11 @@ from costmodels.operators import exposed_seconds, optimizer_seconds
 from passes.blocks import Blocked
 from passes.emit import Emission
 from passes.graph import mutates
-from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, lower
+from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, Statement, lower
 from passes.placements import R, S, local_shape
 from passes.plan import Fix
 from passes.price import Axis, Seconds, op_seconds, reshard_seconds
+from passes.saved import saved
 from passes.sharding import Sharding
 
 OPTIMIZERS = {
@@ -91,6 +92,7 @@ class Settled:
     lowered: Lowered
     root: RegionSeconds
     blocks: tuple[RegionSeconds, ...]
+    again: tuple[float, ...]  # per block, seconds of running it a second time for its backward
     units: tuple[Unit, ...]  # per block, then the root
     partial_bytes: int  # gradients that are summed over tp once per step
     largest_parameter: int
@@ -162,8 +164,9 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
     return Settled(
         pair,
         lowered,
-        region_seconds(lowered.root, sharding.axis),
-        tuple(region_seconds(r, sharding.axis) for r in lowered.blocks),
+        region_seconds(lowered.root.statements, sharding.axis),
+        tuple(region_seconds(r.statements, sharding.axis) for r in lowered.blocks),
+        tuple(forward_seconds(region_seconds(run_again(r), sharding.axis)) for r in lowered.blocks),
         tuple(units),
         partial,
         max(held, default=0),
@@ -183,10 +186,28 @@ def unit(problem: Problem, region: LocalRegion, tp: int, path: str, count: int) 
     return Unit(elements, trained, count)
 
 
-def region_seconds(region: LocalRegion, axis: Axis) -> RegionSeconds:
-    """The time of a region's own statements (calls are priced by their blocks)."""
+def run_again(region: LocalRegion) -> tuple[Statement, ...]:
+    """What recompute runs of a layer: up to the last operator that keeps something, where checkpoint stops."""
+    last = 0
+    for i, statement in enumerate(region.statements):
+        if isinstance(statement, LocalOp) and keeps(statement):
+            last = i + 1
+    return region.statements[:last]
+
+
+def keeps(statement: LocalOp) -> bool:
+    found = saved(statement.site)
+    return bool(statement.strategy.form or found.operands or found.results or found.extra_bytes)
+
+
+def forward_seconds(region: RegionSeconds) -> float:
+    return region.compute.forward + region.comm.forward
+
+
+def region_seconds(statements: tuple[Statement, ...], axis: Axis) -> RegionSeconds:
+    """The time of statements (calls are priced by their blocks)."""
     compute, comm = Seconds(), Seconds()
-    for statement in region.statements:
+    for statement in statements:
         if isinstance(statement, LocalOp):
             whole = op_seconds(statement.site, statement.rule, statement.strategy, axis)
             inside = sum(axis.seconds(kind, size) for kind, size in statement.strategy.inside)
@@ -209,9 +230,7 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     for region, count in zip(regions, counts, strict=True):
         compute += region.compute.times(count)
         comm += region.comm.times(count)
-    again = sum(
-        k * (r.compute.forward + r.comm.forward) for k, r in zip(variant.recompute, settled.blocks, strict=True)
-    )
+    again = sum(k * seconds for k, seconds in zip(variant.recompute, settled.again, strict=True))
     axis = settled.lowered.sharding.axis
     sums = axis.seconds(Collective.ALL_REDUCE, variant.partial_bytes) if pair.tp > 1 else 0.0
     _, touched = OPTIMIZERS[problem.optimizer]
