@@ -73,17 +73,17 @@ class Value:
     dtype: str
     grad: bool
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The shape once the batch is known."""
         assert all(isinstance(n, int) for n in self.shape), f"{self.name} still depends on the batch: {self.shape}"
         return tuple(n for n in self.shape if isinstance(n, int))
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return prod(self.sizes)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return self.elements * DTYPE_BYTES[self.dtype]
 

@@ -52,10 +52,15 @@ R, I, P = Whole.R, Whole.I, Whole.P  # noqa: E741
 Placement: TypeAlias = "S | Whole"
 
 
-def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
-    """What `torch.chunk` gives each rank of a dim of `size` (0 where nothing is left)."""
+def chunk_size(size: int, ranks: int, rank: int) -> int:
+    """What `torch.chunk` gives one rank of a dim of `size` (0 where nothing is left)."""
     step = -(-size // ranks)
-    return tuple(max(0, min(step, size - step * rank)) for rank in range(ranks))
+    return max(0, min(step, size - step * rank))
+
+
+def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
+    """What `torch.chunk` gives each rank."""
+    return tuple(chunk_size(size, ranks, rank) for rank in range(ranks))
 
 
 def is_valid(placement: Placement, shape: tuple[int, ...], ranks: int) -> bool:
@@ -63,7 +68,7 @@ def is_valid(placement: Placement, shape: tuple[int, ...], ranks: int) -> bool:
     if not isinstance(placement, S):
         return True
     size = shape[placement.dim]
-    return size % placement.blocks == 0 and chunk_sizes(size // placement.blocks, ranks)[-1] > 0
+    return size % placement.blocks == 0 and chunk_size(size // placement.blocks, ranks, ranks - 1) > 0
 
 
 def is_even(placement: Placement, shape: tuple[int, ...], ranks: int) -> bool:
@@ -75,7 +80,7 @@ def local_shape(placement: Placement, shape: tuple[int, ...], ranks: int, rank: 
     """The shape of one rank's part. Rank 0 holds the largest."""
     if not isinstance(placement, S):
         return shape
-    size = placement.blocks * chunk_sizes(shape[placement.dim] // placement.blocks, ranks)[rank]
+    size = placement.blocks * chunk_size(shape[placement.dim] // placement.blocks, ranks, rank)
     return (*shape[: placement.dim], size, *shape[placement.dim + 1 :])
 
 

@@ -63,12 +63,26 @@ def local_bytes(value: Value, placement: Placement, ranks: int) -> int:
 
 def op_seconds(site: Site, rule: Rule | None, strategy: Strategy, axis: Axis) -> Seconds:
     """One operator on the fullest rank, collectives inside its local form included."""
-    ranks, device = axis.ranks, axis.cluster.device
+    ranks = axis.ranks
     moved_in = sum(local_bytes(v, p, ranks) for v, p in zip(site.operands, strategy.operands, strict=True))
     moved_out = sum(local_bytes(v, p, ranks) for v, p in zip(site.results, strategy.results, strict=True))
+    inside = sum(axis.seconds(kind, size) for kind, size in strategy.inside)
+    local = _local_seconds(site, rule, moved_in, moved_out, ranks if strategy.split else 1, axis)
+    return Seconds(local.forward + inside, local.backward)
+
+
+def least_op_seconds(site: Site, rule: Rule | None, axis: Axis) -> Seconds:
+    """No strategy is faster: every operand, every result and all the work are cut over all ranks."""
+    moved_in = sum(v.bytes for v in site.operands) / axis.ranks
+    moved_out = sum(v.bytes for v in site.results) / axis.ranks
+    return _local_seconds(site, rule, moved_in, moved_out, axis.ranks, axis)
+
+
+def _local_seconds(site: Site, rule: Rule | None, moved_in: float, moved_out: float, share: int, axis: Axis) -> Seconds:
+    """One of `share` equal parts of an operator, that reads and writes so many bytes in its forward."""
+    device = axis.cluster.device
     kind = rule.cost if rule is not None else OperatorClass.OTHER
     flop_forward, flop_backward = rule.flop(site) if rule is not None else (0, 0)
-    share = ranks if strategy.split else 1
     dtype = DTYPE_NAMES.get(site.results[0].dtype, "fp32") if site.results else "fp32"
     tiles = None
     if kind is OperatorClass.ATTENTION:
@@ -78,12 +92,11 @@ def op_seconds(site: Site, rule: Rule | None, strategy: Strategy, axis: Axis) ->
     def one(flop: float, moved: float) -> float:
         return operator_seconds(kind, flop / share, moved, dtype, device, attention_tiles=tiles)
 
-    forward = one(flop_forward, moved_in + moved_out)
     trained = any(v.grad for v in site.operands)
     # the backward reads the gradient of the result and what was saved, and writes the gradients of the operands
-    backward = one(flop_backward, moved_out + 2 * moved_in) if trained else 0.0
-    inside = sum(axis.seconds(kind, size) for kind, size in strategy.inside)
-    return Seconds(forward + inside, backward)
+    return Seconds(
+        one(flop_forward, moved_in + moved_out), one(flop_backward, moved_out + 2 * moved_in) if trained else 0.0
+    )
 
 
 def reshard_seconds(value: Value, source: Placement, target: Placement, axis: Axis) -> Seconds:

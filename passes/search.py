@@ -4,7 +4,7 @@ Best-first search (A*). A candidate is a (tp, microbatch) pair, then a variant o
 variant with as many layers recomputed, or its tensors cut as finely, as the memory asks for. Each is queued under a
 time that it cannot beat:
 
-    pair       the fastest strategy of every operator, no communication      ->  solve the sharding programme
+    pair       all its work cut over all ranks of tp, no communication       ->  solve the sharding programme
     variant    its exact step time without recompute                         ->  count its memory
     fitted     its exact step time with what it needs to fit                 ->  the first one that comes up is optimal
 
@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
 from costmodels.errors import BadInput, NoPlanFits
+from passes.blocks import Blocked
 from passes.emit import emit
-from passes.graph import Op
+from passes.graph import Op, Value
 from passes.lower import Lowered
 from passes.memory import StepBytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
-from passes.price import Axis
+from passes.price import Axis, least_op_seconds
 from passes.rehearse import Rehearsal, rehearse
+from passes.rules import rule_of
+from passes.rules.base import Site
 from passes.sharding import Programme, Terms
 from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
 
@@ -176,6 +179,13 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def regions(program: Blocked) -> Iterator[tuple[Mapping[str, Value], tuple[Op, ...], int]]:
+    """The operators outside of layers, then those of each kind of layer with the number of such layers."""
+    yield program.values, tuple(s for s in program.body if isinstance(s, Op)), 1
+    for block in program.blocks:
+        yield block.values, block.ops, len(block.paths)
+
+
 def groups(problem: Problem, pair: Pair) -> Iterator[tuple[int, int]]:
     """ZeRO stages with the groups over which they shard."""
     stage_fixed, group_fixed = fixed_int(problem.fix, "zero"), fixed_int(problem.fix, "zero_group")
@@ -206,6 +216,7 @@ class Search:
         self.enumerated = 0
         self.visited = 0
         self.solved = 0
+        self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
         self.rehearsals: dict[int, tuple[Lowered, Rehearsal]] = {}
         self.rejected: list[Candidate] = []
 
@@ -237,7 +248,7 @@ class Search:
                 fitting = [i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes is not None]
                 if fitting:
                     return min(fitting, key=lambda c: c.seconds.total), bound
-            self.expand(item)
+            self.expand(item, bound)
         raise NoPlanFits(self.closest())
 
     def runners_up(self, best: Candidate) -> list[Candidate]:
@@ -265,8 +276,10 @@ class Search:
         """The smallest peak among the plans that did not fit."""
         return min((one.bytes.peak for one in self.rejected if one.bytes), default=None)
 
-    def expand(self, item: object) -> None:
-        if isinstance(item, Pair):
+    def expand(self, item: object, bound: float) -> None:
+        if isinstance(item, Pair) and bound < (floor := self.floor(item)):
+            self.push(floor, item)
+        elif isinstance(item, Pair):
             self.solve(item)
         elif isinstance(item, Finer):
             self.cut_finer(item.variant, item.layers)
@@ -298,25 +311,38 @@ class Search:
 
     @cache  # noqa: B019  (a search lives as long as its answer)
     def least_activations(self, microbatch: int) -> int:
-        program = self.problem.program.at(microbatch)
+        program = self.problem.at(microbatch)
         kept = sum(v.bytes * len(b.paths) for b in program.blocks for v in b.inputs if v.grad)
-        regions = [(program.values, [s for s in program.body if isinstance(s, Op)])]
-        regions += [(b.values, list(b.ops)) for b in program.blocks]
         largest = max(
             sum(values[n].bytes for n in set(op.operands)) + sum(v.bytes for v in op.results)
-            for values, ops in regions
+            for values, ops, _ in regions(program)
             for op in ops
         )
         return kept + largest
 
     @cache  # noqa: B019
     def programme(self, pair: Pair) -> Programme:
-        return Programme(self.problem.program.at(pair.microbatch), self.axis(pair), self.problem.rows)
+        return Programme(self.problem.at(pair.microbatch), self.axis(pair), self.problem.rows)
 
+    @cache  # noqa: B019
     def least(self, pair: Pair) -> float:
-        """A step of the pair cannot be faster: the fastest strategy of every operator, no communication."""
+        """A step of the pair cannot be faster: all work is cut over all ranks of tp, and they say nothing."""
+        program, axis = self.problem.at(pair.microbatch), self.axis(pair)
         m = pair.microbatches(self.problem.global_batch)
-        return m * self.programme(pair).least_seconds(Terms(microbatches=m))
+        return m * sum(
+            count * least_op_seconds(Site(op, tuple(values[n] for n in op.operands)), rule_of(op.target), axis).total
+            for values, ops, count in regions(program)
+            for op in ops
+        )
+
+    def floor(self, pair: Pair) -> float:
+        """The best known bound of a pair: `least`, or what a larger microbatch of the same degrees takes.
+
+        Every cost has economies of scale (a fixed part, and one that grows with the rows), and a sharding stays valid
+        when its rows are multiplied, so that k times the rows never take more than k times the seconds.
+        """
+        larger = (s for p, s in self.solved_s.items() if p.tp == pair.tp and p.microbatch % pair.microbatch == 0)
+        return max(self.least(pair), *larger, 0.0)
 
     def solve(self, pair: Pair) -> None:
         m = pair.microbatches(self.problem.global_batch)
@@ -324,6 +350,7 @@ class Search:
         self.solved += 1
         sharding = self.programme(pair).solve(Terms(microbatches=m))
         assert sharding is not None, "without a memory budget there is always a sharding"
+        self.solved_s[pair] = m * sharding.bound_s
         settled = settle(self.problem, pair, sharding)
         wanted = self.problem.fix.get("recompute")
         for stage, size in groups(self.problem, pair):

@@ -186,11 +186,6 @@ class Programme:
     def tensors(self) -> tuple[_Tensor, ...]:
         return tuple(self.make_tensors())
 
-    def least_seconds(self, terms: Terms) -> float:
-        """No sharding is faster: every operator by its fastest strategy, nothing resharded."""
-        nodes = self.nodes.values()
-        return sum(n.weight * min(self.node_seconds(n, s, terms) for s in n.options) for n in nodes)
-
     # -- what there is to decide -----------------------------------------------------------------------------------
 
     def make_nodes(self) -> None:
@@ -386,8 +381,9 @@ class Programme:
 
     def alone(self, terms: Terms) -> Sharding:
         """One rank: there is nothing to decide."""
-        seconds = self.least_seconds(terms)
-        return Sharding(self.axis, {key: node.options[0] for key, node in self.nodes.items()}, seconds, seconds, True)
+        chosen = {key: node.options[0] for key, node in self.nodes.items()}
+        seconds = sum(node.weight * self.node_seconds(node, chosen[key], terms) for key, node in self.nodes.items())
+        return Sharding(self.axis, chosen, seconds, seconds, True)
 
     def held_bytes(self, chosen: Mapping[Key, Strategy], terms: Terms) -> float:
         """The left-hand side of the memory constraint for a decision."""

@@ -6,8 +6,9 @@ Everything is priced on the lowered program: the very operators and collectives 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import ceil, prod
 
 import torch
@@ -45,6 +46,11 @@ class Problem:
     emission: Emission  # with the choices still open
     fix: Fix
     frozen: frozenset[str]
+
+    @cached_property
+    def at(self) -> Callable[[int], Blocked]:
+        """The program for a microbatch of so many rows."""
+        return cache(self.program.at)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,7 +150,7 @@ class StepSeconds:
 
 def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
     """The local program of a sharding, and its price: of the very operators and collectives that are emitted."""
-    lowered = lower(problem.program.at(pair.microbatch), sharding)
+    lowered = lower(problem.at(pair.microbatch), sharding)
     units = [
         unit(problem, region, pair.tp, block.paths[0], len(block.paths))
         for region, block in zip(lowered.blocks, lowered.program.blocks, strict=True)
