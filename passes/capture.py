@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.traceback import set_stack_trace
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -188,7 +188,7 @@ class _Step(nn.Module):
             is_float = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
             return leaf.to(self._dtype) if is_float and self._dtype != torch.float32 else leaf
 
-        with _Located():
+        with preserve_node_meta(), _Located():
             with contextlib.nullcontext() if self._dtype == torch.float32 else _OneDtype(self._dtype):
                 output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
             if self._loss_fn is not None:
