@@ -39,6 +39,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from costmodels.errors import BadInput, CaptureError
 from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
 from passes.interpret import may_alias
+from passes.shallow import make_shallow, with_sizes_of
 
 LARGEST_LITERAL = 64  # elements of a tensor made inside forward that is written into the program
 ROWS = 2  # the batch that is traced; a symbol stands for it (0 and 1 would be specialised by torch)
@@ -95,36 +96,44 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     dtype = COMPUTE_DTYPES[precision]
-    step = _Step(_fake_copy(model, mode, dtype), loss_fn, batch, tuple(tensors), dtype)
-    keys = tuple(tensors)
+    whole = _fake_copy(model, mode, dtype)
 
-    def traced(symbolic: bool) -> tuple[Graph, dict[int, str], dict[str, torch.Tensor]]:
-        program = _export(step, mode, tensors, by_rows if symbolic else set())
-        graph, names, constants = _records(program, model, keys)
+    few = {  # rows for a trace in which they are a symbol
+        key: torch.empty((ROWS, *t.shape[1:]), dtype=t.dtype, device="meta") if key in by_rows else t
+        for key, t in tensors.items()
+    }
+
+    def trace(module: nn.Module, tensors: Mapping[str | int, torch.Tensor], symbols: set[str | int]) -> _Traced:
+        return _traced(_Step(module, loss_fn, batch, tuple(tensors), dtype), mode, tensors, symbols)
+
+    def trace_twin() -> _Traced | None:
+        twin = _fake_copy(model, mode, dtype)
+        if not make_shallow(twin):
+            return None
         try:
-            graph = functional(graph)
-        except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
-            with _quiet():
-                program = program.run_decompositions({})
-            graph, names, constants = _records(program, model, keys)
-            graph = functional(graph)
-        return graph, names, constants
+            shallow, deep = trace(twin, few, by_rows), trace(whole, few, set())
+        except (CaptureError, BadInput):
+            return None
+        graph = with_sizes_of(shallow.graph, deep.graph, ROWS)
+        return replace(deep, graph=graph) if graph is not None else None
 
     coupled = ""
     try:
-        graph, names, constants = traced(symbolic=True)
+        traced = trace_twin() or trace(whole, few, by_rows)
     except CaptureError as error:
         try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
-            graph, names, constants = traced(symbolic=False)
+            traced = trace(whole, tensors, set())
         except CaptureError:
             raise error from None
         coupled = f"the rows of a batch are not independent: {str(error).splitlines()[0]}"
     sequence = next((t.shape[1] for k, t in tensors.items() if k in by_rows and t.dim() == 2), None)
     return Captured(
         name=type(model).__name__,
-        graph=graph,
-        inputs=tuple(BatchInput(key, names[i], key in by_rows) for i, key in enumerate(keys) if i in names),
-        constants=constants,
+        graph=traced.graph,
+        inputs=tuple(
+            BatchInput(key, traced.inputs[i], key in by_rows) for i, key in enumerate(tensors) if i in traced.inputs
+        ),
+        constants=traced.constants,
         example_rows=rows,
         seq_len=sequence if any(not t.is_floating_point() for t in tensors.values() if t.dim() == 2) else None,
         coupled=coupled,
@@ -294,20 +303,42 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn
         raise CaptureError(f"{type(model).__name__} cannot be copied: {str(error).splitlines()[0]}") from error
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """One trace: its graph, the value of each batch input by position, and the tensors made inside forward."""
+
+    graph: Graph
+    inputs: Mapping[int, str]
+    constants: Mapping[str, torch.Tensor]
+
+
+def _traced(
+    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], symbols: set[str | int]
+) -> _Traced:
+    """The step on tensors of these shapes; the first dim of those in `symbols` is a symbol."""
+    program = _export(step, mode, tensors, symbols)
+    traced = _records(program, step.model, tuple(tensors))
+    try:
+        return replace(traced, graph=functional(traced.graph))
+    except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
+        with _quiet():
+            program = program.run_decompositions({})
+        traced = _records(program, step.model, tuple(tensors))
+        return replace(traced, graph=functional(traced.graph))
+
+
 def _export(
-    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], by_rows: set[str | int]
+    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], symbols: set[str | int]
 ) -> ExportedProgram:
-    """`torch.export` of the step; the first dim of the tensors in `by_rows` is a symbol."""
     rows = Dim("batch", min=2)
     examples, shapes = [], []
     for key, tensor in tensors.items():
-        shape = (ROWS, *tensor.shape[1:]) if key in by_rows else tensor.shape
-        examples.append(mode.from_tensor(torch.empty(shape, dtype=tensor.dtype)))
-        shapes.append({0: rows} if key in by_rows else None)
+        examples.append(mode.from_tensor(torch.empty(tensor.shape, dtype=tensor.dtype)))
+        shapes.append({0: rows} if key in symbols else None)
     with _quiet():
         try:
             return torch.export.export(
-                step, tuple(examples), dynamic_shapes=(tuple(shapes),) if by_rows else None, strict=False
+                step, tuple(examples), dynamic_shapes=(tuple(shapes),) if symbols else None, strict=False
             )
         except _NoLoss as error:
             raise BadInput(str(error)) from None
@@ -360,10 +391,8 @@ def _notes(model: nn.Module, leaves: Mapping[str | int, Any]) -> Iterator[str]:
 # -- the border: every fx node becomes a record, once ------------------------------------------------------------
 
 
-def _records(
-    program: ExportedProgram, model: nn.Module, keys: tuple[str | int, ...]
-) -> tuple[Graph, dict[int, str], dict[str, torch.Tensor]]:
-    """The graph's records, the value name of each batch input, and the tensors made inside forward."""
+def _records(program: ExportedProgram, model: nn.Module, keys: tuple[str | int, ...]) -> _Traced:
+    """The trace as records."""
     signature = program.graph_signature
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     user = {name: i for i, name in enumerate(signature.user_inputs)}
@@ -414,7 +443,7 @@ def _records(
     (loss,) = signature.user_outputs
     loss = reader.value_of.get(loss, loss)
     # parameters that the loss never reads still belong to the model: they get no gradient, and stay as they are
-    return Graph(tuple(inputs), tuple(parameters.values()), tuple(reader.ops), loss), input_names, constants
+    return _Traced(Graph(tuple(inputs), tuple(parameters.values()), tuple(reader.ops), loss), input_names, constants)
 
 
 def _unused(name: str, taken: set[str]) -> str:
