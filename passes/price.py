@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property
 from math import prod
 
 from costmodels.cluster import Cluster
@@ -48,12 +49,11 @@ class Axis:
         return cls(name, ranks, Group.of_axis(cluster, ranks, stride), cluster)
 
     def seconds(self, kind: Collective | None, full_bytes: float) -> float:
-        return 0.0 if kind is None else _collective_seconds(kind, full_bytes, self.group, self.cluster)
+        return 0.0 if kind is None else self._seconds(kind, full_bytes)
 
-
-@lru_cache(maxsize=100_000)
-def _collective_seconds(kind: Collective, full_bytes: float, group: Group, cluster: Cluster) -> float:
-    return collective_seconds(kind, full_bytes, group, cluster)
+    @cached_property
+    def _seconds(self) -> Callable[[Collective, float], float]:
+        return cache(lambda kind, full_bytes: collective_seconds(kind, full_bytes, self.group, self.cluster))
 
 
 def local_bytes(value: Value, placement: Placement, ranks: int) -> int:

@@ -252,16 +252,17 @@ class Search:
         raise NoPlanFits(self.closest())
 
     def runners_up(self, best: Candidate) -> list[Candidate]:
-        """Slower plans that fit, of what is solved by now."""
+        """Slower plans that fit, of what is solved by now; few are rehearsed to find them."""
         found: list[Candidate] = []
+        rehearsals = len(self.rehearsals) + RUNNERS_UP
         while self.queue and len(found) < RUNNERS_UP:
             bound, _, item = heapq.heappop(self.queue)
             if bound > best.seconds.total * NEARLY:
                 break
-            if isinstance(item, Candidate) and item.bytes is None:
-                self.fit(item)
-            elif isinstance(item, Candidate):
+            if isinstance(item, Candidate) and item.bytes is not None:
                 found.append(item)
+            elif isinstance(item, Candidate) and len(self.rehearsals) < rehearsals:
+                self.fit(item)
         return found
 
     def fits_at_all(self) -> bool:

@@ -18,6 +18,7 @@ its count.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -414,7 +415,7 @@ class Programme:
 
     def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
         for node in self.nodes.values():
-            model.add_linear_constraint(mathopt.fast_sum(x[node.key, s] for s in range(len(node.options))) == 1)
+            total(model, [x[node.key, s] for s in range(len(node.options))], [], 1.0, 1.0)
 
     def wanted_is_routed(
         self,
@@ -429,7 +430,7 @@ class Programme:
                     by_target[strategy.operands[operand]].append(x[consumer.key, s])
                 for target, wanting in by_target.items():
                     routes = [z[t, p, target] for p in self.given(tensor) if (t, p, target) in z]
-                    model.add_linear_constraint(mathopt.fast_sum(routes) >= mathopt.fast_sum(wanting))
+                    total(model, routes, wanting, lower=0.0)
 
     def routed_is_produced(
         self,
@@ -443,8 +444,8 @@ class Programme:
                 giving[strategy.results[tensor.result]].append(x[tensor.producer.key, s])
             for target in self.asked(tensor):
                 for source, variables in giving.items():
-                    if (t, source, target) in z:
-                        model.add_linear_constraint(z[t, source, target] <= mathopt.fast_sum(variables))
+                    if (t, source, target) in z and len(giving) > 1:
+                        total(model, variables, [z[t, source, target]], lower=0.0)
 
     def layers_chain(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
         for index, output, entry in sorted(self.carried):
@@ -455,9 +456,7 @@ class Programme:
                 p: (ends_of(leaves, p), ends_of(enters, p)) for p in placements_of(leaves) | placements_of(enters)
             }
             for out, into in (places[p] for p in sorted(places, key=str)):
-                model.add_linear_constraint(
-                    mathopt.fast_sum(x[leaves.key, s] for s in out) == mathopt.fast_sum(x[enters.key, s] for s in into)
-                )
+                total(model, [x[leaves.key, s] for s in out], [x[enters.key, s] for s in into], 0.0, 0.0)
 
     def memory_is_kept(
         self,
@@ -492,6 +491,20 @@ class Programme:
         if kind == "entry" and not terms.keeps_activations:
             return local_bytes(node.site.results[0], strategy.results[0], self.axis.ranks)
         return 0.0
+
+
+def total(
+    model: mathopt.Model,
+    plus: Iterable[mathopt.Variable],
+    minus: Iterable[mathopt.Variable],
+    lower: float,
+    upper: float = math.inf,
+) -> None:
+    """lower <= sum(plus) - sum(minus) <= upper. Set directly: half the time of an expression that is taken apart."""
+    constraint = model.add_linear_constraint(lb=lower, ub=upper)
+    for coefficient, variables in ((1.0, plus), (-1.0, minus)):
+        for variable in variables:
+            constraint.set_coefficient(variable, coefficient)
 
 
 def placements_of(node: Node) -> set[Placement]:
