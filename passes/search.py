@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
+from costmodels.collectives import Collective
 from costmodels.errors import BadInput, NoPlanFits
 from passes.blocks import Blocked
 from passes.emit import emit
@@ -31,8 +32,8 @@ from passes.price import Axis, least_op_seconds
 from passes.rehearse import Rehearsal, rehearse
 from passes.rules import rule_of
 from passes.rules.base import Site
-from passes.sharding import Programme, Terms
-from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, settle, step_seconds
+from passes.sharding import GAP, Programme, Terms
+from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, least_dp_seconds, settle, step_seconds
 
 
 def size(bytes_: float) -> str:
@@ -56,6 +57,15 @@ class Candidate:
     seconds: StepSeconds
     bytes: StepBytes | None
     why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """A variant that needs a sharding of its own."""
+
+    pair: Pair
+    zero: int
+    group: int
 
 
 @dataclass(frozen=True)
@@ -266,11 +276,26 @@ class Search:
         return found
 
     def fits_at_all(self) -> bool:
-        """Whether there is a plan."""
+        """Whether some plan fits: of all degrees, the variant that holds least is tried."""
         try:
-            return bool(self.run().best)
-        except (NoPlanFits, BadInput):
+            every = pairs(self.problem)
+        except BadInput:
             return False
+        least = {(p.tp, p.dp): p for p in sorted(every, key=lambda p: -p.microbatch)}
+        return any(self.is_thrifty_enough(pair) for pair in least.values())
+
+    def is_thrifty_enough(self, pair: Pair) -> bool:
+        stage, size = min(groups(self.problem, pair), key=lambda g: self.least_bytes(pair, *g), default=(0, 0))
+        if not size or self.hopeless(pair, stage, size):
+            return False
+        settled = self.settled(pair, size)
+        none = self.problem.fix.get("recompute") == "none"
+        variant = Variant(settled, stage, size, self.layers(settled) if none else settled.recomputable)
+        if self.fits(variant):
+            return True
+        if pair.tp > 1:
+            self.cut_finer(variant, variant.recompute)
+        return any(isinstance(item, Candidate) for _, _, item in self.queue)
 
     @property
     def least_peak_bytes(self) -> int | None:
@@ -282,6 +307,8 @@ class Search:
             self.push(floor, item)
         elif isinstance(item, Pair):
             self.solve(item)
+        elif isinstance(item, Unsettled):
+            self.settle(item)
         elif isinstance(item, Finer):
             self.cut_finer(item.variant, item.layers)
         elif isinstance(item, Candidate):
@@ -346,22 +373,50 @@ class Search:
         return max(self.least(pair), *larger, 0.0)
 
     def solve(self, pair: Pair) -> None:
+        """Shard the pair, and queue its variants.
+
+        Partial gradients are priced as under the largest ZeRO group, which sums least of them. A variant that sums
+        more is queued under what it takes at least, to get a sharding of its own when it comes up.
+        """
         m = pair.microbatches(self.problem.global_batch)
         self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
-        self.solved += 1
-        sharding = self.programme(pair).solve(Terms(microbatches=m))
-        assert sharding is not None, "without a memory budget there is always a sharding"
-        self.solved_s[pair] = m * sharding.bound_s
-        settled = settle(self.problem, pair, sharding)
-        wanted = self.problem.fix.get("recompute")
-        for stage, size in groups(self.problem, pair):
-            layers = settled.recomputable if wanted == "full" else tuple(0 for _ in settled.blocks)
+        variants = list(groups(self.problem, pair))
+        most = max(size for _, size in variants)
+        settled = self.settled(pair, most)
+        self.solved_s[pair] = m * settled.lowered.sharding.bound_s
+        for stage, size in variants:
             self.visited += 1
             if self.hopeless(pair, stage, size):
                 continue
-            variant = Variant(settled, stage, size, layers)
+            variant = Variant(settled, stage, size, self.layers(settled))
             seconds = step_seconds(self.problem, variant)
-            self.push(seconds.total, Candidate(variant, seconds, None))
+            if self.sums_s(settled, size) - self.sums_s(settled, most) <= GAP * seconds.total:
+                self.push(seconds.total, Candidate(variant, seconds, None))
+            else:
+                self.push(self.solved_s[pair] + least_dp_seconds(self.problem, variant), Unsettled(pair, stage, size))
+
+    def settle(self, one: Unsettled) -> None:
+        settled = self.settled(one.pair, one.group)
+        variant = Variant(settled, one.zero, one.group, self.layers(settled))
+        seconds = step_seconds(self.problem, variant)
+        self.push(seconds.total, Candidate(variant, seconds, None))
+
+    def layers(self, settled: Settled) -> tuple[int, ...]:
+        """Layers that are recomputed whatever the memory."""
+        full = self.problem.fix.get("recompute") == "full"
+        return settled.recomputable if full else tuple(0 for _ in settled.blocks)
+
+    @cache  # noqa: B019
+    def settled(self, pair: Pair, shards: int) -> Settled:
+        self.solved += 1
+        m = pair.microbatches(self.problem.global_batch)
+        sharding = self.programme(pair).solve(Terms(microbatches=m, shards=shards))
+        assert sharding is not None, "without a memory budget there is always a sharding"
+        return settle(self.problem, pair, sharding)
+
+    def sums_s(self, settled: Settled, shards: int) -> float:
+        """Seconds for the sums of partial gradients over tp."""
+        return self.axis(settled.pair).seconds(Collective.ALL_REDUCE, settled.partial_bytes // shards)
 
     def rehearsal(self, settled: Settled) -> Rehearsal:
         key = id(settled.lowered)
@@ -434,7 +489,8 @@ class Search:
         trial = replace(variant, recompute=layers)
         now = step_bytes(problem, trial, self.rehearsal(trial.settled))
         per_element = now.static.total / max(1, trial.settled.elements)
-        terms = Terms(m, per_element, None, keeps_activations=not any(layers))
+        shards = variant.group if variant.zero else 1
+        terms = Terms(m, shards, per_element, keeps_activations=not any(layers))
         share = 1.02  # of the excess that is asked of what the programme counts
         for _ in range(FINER_TRIES):
             counted = programme.held_bytes(trial.settled.lowered.sharding.chosen, terms)
@@ -495,9 +551,7 @@ class Search:
         problem = self.problem
         choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
         pair, stage, size = min(choices, key=lambda c: self.least_bytes(*c))
-        sharding = self.programme(pair).solve(Terms(microbatches=pair.microbatches(problem.global_batch)))
-        assert sharding is not None, "without a memory budget there is always a sharding"
-        settled = settle(problem, pair, sharding)
+        settled = self.settled(pair, size if stage else 1)
         full = problem.fix.get("recompute") != "none"
         layers = settled.recomputable if full else tuple(0 for _ in settled.blocks)
         self.reject(Variant(settled, stage, size, layers))

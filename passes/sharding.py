@@ -40,6 +40,7 @@ from passes.saved import saved_operands, saved_results
 ROOT = -1
 SCALE = 1e3  # the objective in milliseconds: solvers' tolerances are absolute
 MIB = 2**20
+GAP = 1e-4  # relative, at which an answer counts as optimal
 TIE_BREAK_S_PER_BYTE = 1e-18
 Region: TypeAlias = int  # ROOT, or the index of a block
 Key: TypeAlias = tuple[str, Region, str]  # kind ("op", "parameter", "input", "entry", "exit"), region, name
@@ -50,12 +51,14 @@ class Terms:
     """What the outer search knows: how often a resharding recurs, and what memory costs.
 
     `microbatches` per step: partial gradients of parameters are summed once per step, not once per microbatch.
+    `shards`: the ZeRO group; a rank sums what it keeps of the partial gradients.
     `state_bytes`: bytes per parameter element held on a rank (weights, gradients, optimizer), ZeRO included.
     `budget_bytes`: for parameters and the saved activations of one microbatch; None where memory is no concern.
     `keeps_activations`: False where blocks are recomputed (only their inputs are kept).
     """
 
     microbatches: int = 1
+    shards: int = 1
     state_bytes: float = 16.0
     budget_bytes: float | None = None
     keeps_activations: bool = True
@@ -355,7 +358,7 @@ class Programme:
         parameters = mathopt.SolveParameters(
             threads=1,
             random_seed=1,
-            relative_gap_tolerance=1e-4,
+            relative_gap_tolerance=GAP,
             cuts=mathopt.Emphasis.OFF,
             presolve=mathopt.Emphasis.LOW,
             heuristics=mathopt.Emphasis.LOW,
@@ -409,9 +412,15 @@ class Programme:
         if kind == "parameter":
             value = node.site.results[0]
             held = local_bytes(value, strategy.results[0], self.axis.ranks)
-            summed = self.axis.seconds(Collective.ALL_REDUCE, value.bytes) if strategy.results[0] is R else 0.0
+            summed = self.sum_s_per_element(terms) * value.elements if strategy.results[0] is R else 0.0
             return summed / terms.microbatches + TIE_BREAK_S_PER_BYTE * held
         return 0.0
+
+    def sum_s_per_element(self, terms: Terms) -> float:
+        """What summing partial gradients over the axis takes at least: all are summed together, in fp32."""
+        nodes = (n for key, n in self.nodes.items() if key[0] == "parameter")
+        elements = sum(n.weight * n.site.results[0].elements for n in nodes)
+        return self.axis.seconds(Collective.ALL_REDUCE, 4 * elements // terms.shards) / elements
 
     def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
         for node in self.nodes.values():

@@ -5,9 +5,10 @@ Everything is priced on the lowered program: the very operators and collectives 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, prod
 
@@ -18,7 +19,7 @@ from costmodels.collectives import Collective
 from costmodels.operators import exposed_seconds, optimizer_seconds
 from passes.blocks import Blocked
 from passes.emit import Emission
-from passes.graph import mutates
+from passes.graph import Parameter, mutates
 from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, Statement, lower
 from passes.placements import R, S, local_shape
 from passes.plan import Fix
@@ -181,11 +182,15 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
 
 def unit(problem: Problem, region: LocalRegion, tp: int, path: str, count: int) -> Unit:
     """The parameters of one region on one rank."""
+    return _unit(problem, path, count, ((p, prod(local_shape(at, p.value.sizes, tp))) for p, at in region.parameters))
+
+
+def _unit(problem: Problem, path: str, count: int, held: Iterable[tuple[Parameter, int]]) -> Unit:
+    """Of parameters with the elements that a rank holds of each."""
     elements = trained = 0
-    for parameter, placement in region.parameters:
+    for parameter, own in held:
         if parameter.buffer:
             continue
-        own = prod(local_shape(placement, parameter.value.sizes, tp))
         elements += own
         full = f"{path}.{parameter.name}" if path else parameter.name
         trained += own if full not in problem.frozen else 0
@@ -226,8 +231,8 @@ def region_seconds(statements: tuple[Statement, ...], axis: Axis) -> RegionSecon
 
 def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     """Exposed seconds of one optimizer step of a variant."""
-    settled, cluster = variant.settled, problem.cluster
-    pair, device = settled.pair, cluster.device
+    settled = variant.settled
+    pair = settled.pair
     m = pair.microbatches(problem.global_batch)
     counts = [u.count for u in settled.units]
     regions = [*settled.blocks, settled.root]
@@ -239,15 +244,33 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     again = sum(k * seconds for k, seconds in zip(variant.recompute, settled.again, strict=True))
     axis = settled.lowered.sharding.axis
     sums = axis.seconds(Collective.ALL_REDUCE, variant.partial_bytes) if pair.tp > 1 else 0.0
-    _, touched = OPTIMIZERS[problem.optimizer]
-    shard = variant.group if variant.zero else 1
     return StepSeconds(
         compute=m * compute.total,
         tp_comm=m * comm.total + sums,
         dp_comm=dp_seconds(problem, variant, compute),
         recompute=m * again,
-        optimizer=optimizer_seconds(touched * ceil(settled.trained / shard), device),
+        optimizer=update_seconds(problem, variant),
     )
+
+
+def least_dp_seconds(problem: Problem, variant: Variant) -> float:
+    """What data parallelism and the optimizer add to any step of the degrees: all is cut over tp, compute hides all."""
+    pair, program = variant.settled.pair, problem.program
+    paths = [*((b.paths[0], b.parameters, len(b.paths)) for b in program.blocks), ("", program.parameters, 1)]
+    units = tuple(
+        _unit(problem, path, count, ((p, p.value.elements // pair.tp) for p in parameters))
+        for path, parameters, count in paths
+    )
+    least = replace(variant, settled=replace(variant.settled, units=units))
+    hidden = dp_seconds(problem, least, Seconds(math.inf, math.inf))
+    return hidden + update_seconds(problem, least)
+
+
+def update_seconds(problem: Problem, variant: Variant) -> float:
+    """The optimizer's own time: a rank updates its ZeRO shard."""
+    _, touched = OPTIMIZERS[problem.optimizer]
+    shard = variant.group if variant.zero else 1
+    return optimizer_seconds(touched * ceil(variant.settled.trained / shard), problem.cluster.device)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from costmodels.errors import BadInput, NoPlanFits
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
 from passes.price import Axis
-from passes.search import Search, check_fix, degrees, divisors, groups, pairs
+from passes.search import Search, Unsettled, check_fix, degrees, divisors, groups, pairs
 from passes.sharding import Terms, shard
 from passes.state import State, Task, run
 from passes.step import Pair, Problem, Variant, settle, step_seconds
@@ -26,19 +26,20 @@ ROWS, SEQ, HIDDEN = 12, 4, 32
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(50, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.table = nn.Embedding(50, hidden)
+        self.layers = nn.ModuleList(Layer(hidden) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -59,13 +60,15 @@ def of_all_rows(output: Tensor, batch: Any) -> Tensor:
 
 
 @cache
-def problem(loss_fn: Any = by_rows) -> Problem:
-    task = Task(Net(), BATCH, loss_fn, Cluster.preset("4xh100"), ROWS, "fp32", "adamw", {})
+def problem(loss_fn: Any, hidden: int) -> Problem:
+    task = Task(Net(hidden), BATCH, loss_fn, Cluster.preset("4xh100"), ROWS, "fp32", "adamw", {})
     return problem_of(run(PIPELINE[:4], State(task, lambda text: None, lambda: False)))
 
 
-def asked(cluster: str = "4xh100", rows: int = ROWS, loss_fn: Any = by_rows, **fix: int | str) -> Problem:
-    return replace(problem(loss_fn), cluster=Cluster.preset(cluster), global_batch=rows, fix=fix)
+def asked(
+    cluster: str = "4xh100", rows: int = ROWS, loss_fn: Any = by_rows, hidden: int = HIDDEN, **fix: int | str
+) -> Problem:
+    return replace(problem(loss_fn, hidden), cluster=Cluster.preset(cluster), global_batch=rows, fix=fix)
 
 
 def search(made: Problem) -> Search:
@@ -177,10 +180,10 @@ def everything(made: Problem) -> dict[tuple[int, int, int, int, int], tuple[floa
     for pair in pairs(made):
         m = pair.microbatches(made.global_batch)
         axis = Axis.of(made.cluster, "tp", pair.tp, 1)
-        sharding = shard(made.program.at(pair.microbatch), axis, Terms(microbatches=m), made.rows)
-        assert sharding is not None
-        settled = settle(made, pair, sharding)
         for stage, size in groups(made, pair):
+            sharding = shard(made.program.at(pair.microbatch), axis, Terms(microbatches=m, shards=size), made.rows)
+            assert sharding is not None
+            settled = settle(made, pair, sharding)
             variant = Variant(settled, stage, size, tuple(0 for _ in settled.blocks))
             held = step_bytes(made, variant, searching.rehearsal(settled))
             fits = held.peak <= made.cluster.memory_limit_bytes
@@ -189,9 +192,9 @@ def everything(made: Problem) -> dict[tuple[int, int, int, int, int], tuple[floa
     return found
 
 
-@pytest.mark.parametrize("cluster", ["4xh100", "2x2xh100"])
-def test_the_optimum_is_the_best_of_everything(cluster):
-    made = asked(cluster)
+@pytest.mark.parametrize(("cluster", "hidden"), [("4xh100", HIDDEN), ("2x2xh100", HIDDEN), ("cpu:4", 192)])
+def test_the_optimum_is_the_best_of_everything(cluster, hidden):
+    made = asked(cluster, hidden=hidden)
     answer = search(made).run()
     best = answer.best.variant
     pair = best.settled.pair
@@ -211,12 +214,29 @@ def test_no_pair_beats_its_bound_nor_what_larger_microbatches_say_of_it(cluster)
     for (tp, dp, microbatch, _, _), (seconds, _) in everything(made).items():
         pair = Pair(tp, dp, microbatch)
         fastest[pair] = min(seconds, fastest.get(pair, seconds))
-    tightened = 0
     for pair in sorted(fastest, key=lambda p: -p.microbatch):
         assert searching.least(pair) <= searching.floor(pair) <= fastest[pair] * (1 + 1e-6)
-        tightened += searching.floor(pair) > searching.least(pair)
         searching.solve(pair)
-    assert tightened
+
+
+def test_a_solved_microbatch_bounds_those_that_divide_it():
+    searching = search(asked())
+    searching.solved_s = {Pair(2, 2, 6): 1.0, Pair(4, 1, 12): 2.0}
+    bounds = [searching.floor(Pair(2, 2, 3)), searching.floor(Pair(4, 1, 4)), searching.floor(Pair(1, 4, 3))]
+    assert bounds == [1.0, 2.0, searching.least(Pair(1, 4, 3))]
+
+
+def test_variants_that_sum_more_get_a_sharding_of_their_own_no_faster_than_they_were_queued():
+    made = asked("cpu:4", hidden=192)
+    searching = search(made)
+    for pair in pairs(made):
+        searching.solve(pair)
+    waiting = [(seconds, item) for seconds, _, item in searching.queue if isinstance(item, Unsettled)]
+    assert waiting
+    for seconds, item in waiting:
+        searching.queue = []
+        searching.settle(item)
+        assert seconds <= searching.queue[0][0]
 
 
 def test_runners_up_are_slower_or_do_not_fit():
