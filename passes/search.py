@@ -33,7 +33,17 @@ from passes.rehearse import Rehearsal, rehearse
 from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.sharding import GAP, Programme, Terms
-from passes.step import OPTIMIZERS, Pair, Problem, Settled, StepSeconds, Variant, least_dp_seconds, settle, step_seconds
+from passes.step import (
+    OPTIMIZERS,
+    Pair,
+    Problem,
+    Settled,
+    StepSeconds,
+    Variant,
+    least_state_seconds,
+    settle,
+    step_seconds,
+)
 
 
 def size(bytes_: float) -> str:
@@ -288,7 +298,7 @@ class Search:
         stage, size = min(groups(self.problem, pair), key=lambda g: self.least_bytes(pair, *g), default=(0, 0))
         if not size or self.hopeless(pair, stage, size):
             return False
-        settled = self.settled(pair, size)
+        settled = self.settled(pair, self.terms(pair, stage, size))
         none = self.problem.fix.get("recompute") == "none"
         variant = Variant(settled, stage, size, self.layers(settled) if none else settled.recomputable)
         if self.fits(variant):
@@ -375,28 +385,38 @@ class Search:
     def solve(self, pair: Pair) -> None:
         """Shard the pair, and queue its variants.
 
-        Partial gradients are priced as under the largest ZeRO group, which sums least of them. A variant that sums
-        more is queued under what it takes at least, to get a sharding of its own when it comes up.
+        What parameters cost beside their use depends on the ZeRO stage and group. It is priced as where it costs
+        least; a variant for which another sharding may be better gets its own when it comes up.
         """
         m = pair.microbatches(self.problem.global_batch)
         self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
-        variants = list(groups(self.problem, pair))
-        most = max(size for _, size in variants)
-        settled = self.settled(pair, most)
-        self.solved_s[pair] = m * settled.lowered.sharding.bound_s
-        for stage, size in variants:
-            self.visited += 1
-            if self.hopeless(pair, stage, size):
-                continue
+        every = {one: self.terms(pair, *one) for one in groups(self.problem, pair)}
+        variants = {one: terms for one, terms in every.items() if not self.hopeless(pair, *one)}
+        self.visited += len(variants)
+        least = Terms(m, max(t.shards for t in every.values()), min(t.element_s for t in variants.values()))
+        settled = self.settled(pair, least)
+        bound = m * settled.lowered.sharding.bound_s
+        whole = sum(u.trained * u.count for u in self.problem.whole_units)
+        fewest = whole // pair.tp
+        # a smaller microbatch may leave room for a stage that costs less
+        self.solved_s[pair] = bound - whole * (least.element_s - min(t.element_s for t in every.values()))
+        for (stage, size), terms in variants.items():
             variant = Variant(settled, stage, size, self.layers(settled))
             seconds = step_seconds(self.problem, variant)
-            if self.sums_s(settled, size) - self.sums_s(settled, most) <= GAP * seconds.total:
+            dearer = terms.element_s - least.element_s
+            more = self.sums_s(settled, terms.shards) - self.sums_s(settled, least.shards)
+            if more + dearer * (settled.trained - fewest) <= GAP * seconds.total:
                 self.push(seconds.total, Candidate(variant, seconds, None))
             else:
-                self.push(self.solved_s[pair] + least_dp_seconds(self.problem, variant), Unsettled(pair, stage, size))
+                self.push(bound + dearer * fewest, Unsettled(pair, stage, size))
+
+    def terms(self, pair: Pair, zero: int, group: int) -> Terms:
+        """What the sharding of a variant needs to know of it."""
+        m = pair.microbatches(self.problem.global_batch)
+        return Terms(m, group if zero else 1, least_state_seconds(self.problem, pair, zero, group))
 
     def settle(self, one: Unsettled) -> None:
-        settled = self.settled(one.pair, one.group)
+        settled = self.settled(one.pair, self.terms(one.pair, one.zero, one.group))
         variant = Variant(settled, one.zero, one.group, self.layers(settled))
         seconds = step_seconds(self.problem, variant)
         self.push(seconds.total, Candidate(variant, seconds, None))
@@ -407,10 +427,9 @@ class Search:
         return settled.recomputable if full else tuple(0 for _ in settled.blocks)
 
     @cache  # noqa: B019
-    def settled(self, pair: Pair, shards: int) -> Settled:
+    def settled(self, pair: Pair, terms: Terms) -> Settled:
         self.solved += 1
-        m = pair.microbatches(self.problem.global_batch)
-        sharding = self.programme(pair).solve(Terms(microbatches=m, shards=shards))
+        sharding = self.programme(pair).solve(terms)
         assert sharding is not None, "without a memory budget there is always a sharding"
         return settle(self.problem, pair, sharding)
 
@@ -485,12 +504,13 @@ class Search:
     def cut_finer(self, variant: Variant, layers: tuple[int, ...]) -> None:
         """Solve the pair again under a memory budget: parameters and activations are cut where they were whole."""
         pair, problem = variant.settled.pair, self.problem
-        programme, m = self.programme(pair), pair.microbatches(problem.global_batch)
+        programme = self.programme(pair)
         trial = replace(variant, recompute=layers)
         now = step_bytes(problem, trial, self.rehearsal(trial.settled))
         per_element = now.static.total / max(1, trial.settled.elements)
-        shards = variant.group if variant.zero else 1
-        terms = Terms(m, shards, per_element, keeps_activations=not any(layers))
+        terms = replace(
+            self.terms(pair, variant.zero, variant.group), state_bytes=per_element, keeps_activations=not any(layers)
+        )
         share = 1.02  # of the excess that is asked of what the programme counts
         for _ in range(FINER_TRIES):
             counted = programme.held_bytes(trial.settled.lowered.sharding.chosen, terms)
@@ -551,7 +571,7 @@ class Search:
         problem = self.problem
         choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
         pair, stage, size = min(choices, key=lambda c: self.least_bytes(*c))
-        settled = self.settled(pair, size if stage else 1)
+        settled = self.settled(pair, self.terms(pair, stage, size))
         full = problem.fix.get("recompute") != "none"
         layers = settled.recomputable if full else tuple(0 for _ in settled.blocks)
         self.reject(Variant(settled, stage, size, layers))

@@ -52,6 +52,7 @@ class Terms:
 
     `microbatches` per step: partial gradients of parameters are summed once per step, not once per microbatch.
     `shards`: the ZeRO group; a rank sums what it keeps of the partial gradients.
+    `element_s`: seconds of a step for every trained parameter element on a rank (update, data parallelism).
     `state_bytes`: bytes per parameter element held on a rank (weights, gradients, optimizer), ZeRO included.
     `budget_bytes`: for parameters and the saved activations of one microbatch; None where memory is no concern.
     `keeps_activations`: False where blocks are recomputed (only their inputs are kept).
@@ -59,6 +60,7 @@ class Terms:
 
     microbatches: int = 1
     shards: int = 1
+    element_s: float = 0.0
     state_bytes: float = 16.0
     budget_bytes: float | None = None
     keeps_activations: bool = True
@@ -412,15 +414,23 @@ class Programme:
         if kind == "parameter":
             value = node.site.results[0]
             held = local_bytes(value, strategy.results[0], self.axis.ranks)
-            summed = self.sum_s_per_element(terms) * value.elements if strategy.results[0] is R else 0.0
-            return summed / terms.microbatches + TIE_BREAK_S_PER_BYTE * held
+            seconds = 0.0
+            if value.grad:
+                seconds = terms.element_s * held / DTYPE_BYTES[value.dtype]
+            if strategy.results[0] is R:
+                seconds += self.sum_s_per_element(terms.shards) * value.elements
+            return seconds / terms.microbatches + TIE_BREAK_S_PER_BYTE * held
         return 0.0
 
-    def sum_s_per_element(self, terms: Terms) -> float:
+    def sum_s_per_element(self, shards: int) -> float:
         """What summing partial gradients over the axis takes at least: all are summed together, in fp32."""
-        nodes = (n for key, n in self.nodes.items() if key[0] == "parameter")
-        elements = sum(n.weight * n.site.results[0].elements for n in nodes)
-        return self.axis.seconds(Collective.ALL_REDUCE, 4 * elements // terms.shards) / elements
+        elements = self.trained_elements
+        return self.axis.seconds(Collective.ALL_REDUCE, 4 * elements // shards) / elements
+
+    @cached_property
+    def trained_elements(self) -> int:
+        nodes = (n for key, n in self.nodes.items() if key[0] == "parameter" and n.site.results[0].grad)
+        return sum(n.weight * n.site.results[0].elements for n in nodes)
 
     def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
         for node in self.nodes.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil, prod
 
@@ -60,6 +60,15 @@ class Problem:
     @property
     def compute_bytes(self) -> int:
         return 2 if self.precision == "bf16" else 4
+
+    @cached_property
+    def whole_units(self) -> tuple[Unit, ...]:
+        """The parameters of each kind of layer and of the root, uncut."""
+        program = self.program
+        paths = [*((b.paths[0], b.parameters, len(b.paths)) for b in program.blocks), ("", program.parameters, 1)]
+        return tuple(
+            _unit(self, path, count, ((p, p.value.elements) for p in parameters)) for path, parameters, count in paths
+        )
 
 
 @dataclass(frozen=True)
@@ -247,30 +256,28 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     return StepSeconds(
         compute=m * compute.total,
         tp_comm=m * comm.total + sums,
-        dp_comm=dp_seconds(problem, variant, compute),
+        dp_comm=dp_seconds(problem, dp_uses(problem, variant), compute),
         recompute=m * again,
-        optimizer=update_seconds(problem, variant),
+        optimizer=update_seconds(problem, settled.trained, variant.group if variant.zero else 1),
     )
 
 
-def least_dp_seconds(problem: Problem, variant: Variant) -> float:
-    """What data parallelism and the optimizer add to any step of the degrees: all is cut over tp, compute hides all."""
-    pair, program = variant.settled.pair, problem.program
-    paths = [*((b.paths[0], b.parameters, len(b.paths)) for b in program.blocks), ("", program.parameters, 1)]
-    units = tuple(
-        _unit(problem, path, count, ((p, p.value.elements // pair.tp) for p in parameters))
-        for path, parameters, count in paths
-    )
-    least = replace(variant, settled=replace(variant.settled, units=units))
-    hidden = dp_seconds(problem, least, Seconds(math.inf, math.inf))
-    return hidden + update_seconds(problem, least)
-
-
-def update_seconds(problem: Problem, variant: Variant) -> float:
-    """The optimizer's own time: a rank updates its ZeRO shard."""
+def update_seconds(problem: Problem, trained: int, shards: int) -> float:
+    """The optimizer's own time: a rank updates its ZeRO shard of the elements that are trained."""
     _, touched = OPTIMIZERS[problem.optimizer]
-    shard = variant.group if variant.zero else 1
-    return optimizer_seconds(touched * ceil(variant.settled.trained / shard), problem.cluster.device)
+    return optimizer_seconds(touched * ceil(trained / shards), problem.cluster.device)
+
+
+def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:
+    """What an element of a rank's trained parameters adds to a step at least: its update, and what dp cannot hide.
+
+    As if nothing were cut over tp and compute hid all it can: costs have economies of scale, so that no other number
+    of elements costs less for each.
+    """
+    units = problem.whole_units
+    elements = sum(u.trained * u.count for u in units)
+    hidden = dp_seconds(problem, _dp_uses(problem, pair, zero, group, units), Seconds(math.inf, math.inf))
+    return (hidden + update_seconds(problem, elements, group if zero else 1)) / elements if elements else 0.0
 
 
 @dataclass(frozen=True)
@@ -296,15 +303,19 @@ def dp_uses(problem: Problem, variant: Variant) -> tuple[DataParallelUse, ...]:
     Stage 1 reduces once per step, stage 2 after every microbatch; both gather once. Stage 3 gathers for every forward
     and, but for the root, for every backward.
     """
-    settled, stage = variant.settled, variant.zero
-    pair = settled.pair
+    return _dp_uses(problem, variant.settled.pair, variant.zero, variant.group, variant.settled.units)
+
+
+def _dp_uses(
+    problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]
+) -> tuple[DataParallelUse, ...]:
     if pair.dp == 1:
         return ()
     m = pair.microbatches(problem.global_batch)
-    shards = variant.group if stage else 1
+    shards = group if stage else 1
     inner = Axis.of(problem.cluster, "dp_shard", shards, pair.tp)
     outer = Axis.of(problem.cluster, "dp_replicate", pair.dp // shards, pair.tp * shards)
-    names = [*(block.name for block in settled.lowered.program.blocks), "outside blocks"]
+    names = [*(block.name for block in problem.program.blocks), "outside blocks"]
     reductions = m if stage >= 2 else 1
     uses: list[DataParallelUse] = []
 
@@ -312,7 +323,7 @@ def dp_uses(problem: Problem, variant: Variant) -> tuple[DataParallelUse, ...]:
         if axis.ranks > 1 and size:
             uses.append(DataParallelUse(kind, axis, name, size, unit.count, passes, backward))
 
-    for name, unit in zip(names, settled.units, strict=True):
+    for name, unit in zip(names, units, strict=True):
         gradients, parameters = 4 * unit.trained, problem.compute_bytes * unit.elements
         add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
         add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, reductions, True)
@@ -322,11 +333,11 @@ def dp_uses(problem: Problem, variant: Variant) -> tuple[DataParallelUse, ...]:
     return tuple(uses)
 
 
-def dp_seconds(problem: Problem, variant: Variant, compute: Seconds) -> float:
+def dp_seconds(problem: Problem, uses: tuple[DataParallelUse, ...], compute: Seconds) -> float:
     """What data-parallel communication adds to a step: what the compute of its pass does not hide."""
     device = problem.cluster.device
     beside: dict[tuple[bool, int], float] = defaultdict(float)
-    for use in dp_uses(problem, variant):
+    for use in uses:
         beside[use.beside_backward, use.passes] += use.seconds_per_pass
     added = 0.0
     hidden = {True: compute.backward, False: compute.forward}

@@ -18,7 +18,7 @@ from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
 from passes.price import Axis
 from passes.search import Search, Unsettled, check_fix, degrees, divisors, groups, pairs
-from passes.sharding import Terms, shard
+from passes.sharding import shard
 from passes.state import State, Task, run
 from passes.step import Pair, Problem, Variant, settle, step_seconds
 
@@ -178,10 +178,10 @@ def everything(made: Problem) -> dict[tuple[int, int, int, int, int], tuple[floa
     found = {}
     searching = search(made)
     for pair in pairs(made):
-        m = pair.microbatches(made.global_batch)
         axis = Axis.of(made.cluster, "tp", pair.tp, 1)
         for stage, size in groups(made, pair):
-            sharding = shard(made.program.at(pair.microbatch), axis, Terms(microbatches=m, shards=size), made.rows)
+            terms = searching.terms(pair, stage, size)
+            sharding = shard(made.program.at(pair.microbatch), axis, terms, made.rows)
             assert sharding is not None
             settled = settle(made, pair, sharding)
             variant = Variant(settled, stage, size, tuple(0 for _ in settled.blocks))
