@@ -128,7 +128,7 @@ RESERVED = frozenset(("self", "torch", "F", "ROWS", "checkpoint", "block", "numb
 def attribute(path: str) -> str:
     """The module at `layer.0.attn` as an expression: self.layer[0].attn."""
     text = "self"
-    for part in path.split("."):
+    for part in path.split(".") if path else ():
         text = f"{text}[{part}]" if part.isdigit() else _member(text, part)
     return text
 
@@ -136,7 +136,7 @@ def attribute(path: str) -> str:
 def tensor(path: str) -> str:
     """The parameter or buffer at `layer.0.weight` as an expression: self.layer[0].weight."""
     owner, _, leaf = path.rpartition(".")
-    return _member(attribute(owner) if owner else "self", leaf)
+    return _member(attribute(owner), leaf)
 
 
 def _member(owner: str, name: str) -> str:
@@ -602,12 +602,13 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
     if target != arguments[position]:
         body.lines.append(f"{target} = {arguments[position]}")
         arguments[position] = target
-    alone = list(_numbers(blocks)[container]) == list(range(_children(body.lowered.program, container)))
+    # where not every child is a layer, or the container is the model itself, it is no list
+    alone = container and list(_numbers(blocks)[container]) == list(range(_children(body.lowered.program, container)))
     for part, again in ((numbers[:saved], True), (numbers[saved:], False)):
         if not part:
             continue
         span = range(part[0], part[-1] + 1)
-        if not alone:  # not every child is a layer, so the container is no list
+        if not alone:
             layer = f"{layers}[number]"
             body.lines.append(f"for number in {span}:")
         else:

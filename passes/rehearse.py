@@ -216,6 +216,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
         out = layer(*inputs)
     outputs = out if isinstance(out, tuple) else (out,)
     specs = tuple((tuple(t.shape), t.dtype) for t in outputs)
+    trained = any(t.requires_grad for t in outputs)
     given = _storages(outputs)
     places = [t.untyped_storage()._cdata for t in outputs]
     end = _applied(_End, *outputs)
@@ -224,10 +225,11 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     saved = tracker.live - sum(tracker.sizes.get(key, 0) for key in given)
     forward = tracker.stretch()
     with tracker:
-        end.backward()
+        if trained:
+            end.backward()
     backward = tracker.stretch()
     keys = [t.untyped_storage()._cdata for t in inputs]
-    like = _Closed(-1, specs, tuple(key in packed for key in keys), kept_outputs)
+    like = _Closed(-1, trained, specs, tuple(key in packed for key in keys), kept_outputs)
     plain = BlockMemory(
         saved_bytes=saved,
         forward_peak_bytes=forward.peak_bytes,
@@ -306,6 +308,7 @@ class _Closed:
     """A layer from outside: its block, its outputs, and which inputs and outputs it keeps for its backward."""
 
     number: int
+    trained: bool
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     keeps_inputs: tuple[bool, ...]
     keeps_outputs: tuple[bool, ...]
@@ -320,13 +323,15 @@ class _ClosedLayer(nn.Module):
         self.like = like
 
     def forward(self, *inputs: Tensor) -> Any:
-        out = _applied(_Call, self, *inputs)
+        # what a layer returns is trained if the layer is, whatever it is given
+        anchor = torch.empty(0, requires_grad=self.like.trained)
+        out = _applied(_Call, self, anchor, *inputs)
         return out[0] if len(out) == 1 else out
 
 
 class _Call(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: _ClosedLayer, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, layer: _ClosedLayer, _anchor: Tensor, *inputs: Tensor) -> Any:
         like = layer.like
         ctx.layer, ctx.call = layer, layer.called(like)
         outputs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in like.outputs)
@@ -334,14 +339,14 @@ class _Call(torch.autograd.Function):
         ctx.save_for_backward(*(t for t, kept in zip(inputs, like.keeps_inputs, strict=True) if kept), *ctx.kept)
         ctx.kept = _bytes(ctx.kept)
         ctx.specs = [
-            (x.shape, x.dtype) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+            (x.shape, x.dtype) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True)
         ]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.layer.reached(ctx.call, _bytes(gradients) + ctx.kept)
-        return None, *(spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs)
+        return None, None, *(spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs)
 
 
 # -- the names that program.py takes from the runtime -----------------------------------------------------------------
@@ -394,10 +399,11 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
             _attach(self, name, local(shape, dtype, where))
 
         def blocks(self, path: str, modules: list[nn.Module] | dict[int, nn.Module]) -> None:
-            holder = nn.ModuleList() if isinstance(modules, list) else _Scope()
+            holder = self if not path else nn.ModuleList() if isinstance(modules, list) else _Scope()
             for number, module in modules.items() if isinstance(modules, dict) else enumerate(modules):
                 holder.add_module(str(number), module)
-            _attach(self, path, holder)
+            if path:
+                _attach(self, path, holder)
 
         def alias(self, name: str, of: str) -> None:
             """Holds nothing."""

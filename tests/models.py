@@ -249,6 +249,24 @@ class MLP(nn.Module):
         return self.down(torch.tanh(self.mid(F.gelu(self.up(x)))))
 
 
+class Residual(nn.Module):
+    """A layer that is fed the batch itself where it is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def sequential() -> nn.Module:
+    """Layers that are the model's own children, the first of them frozen, and nothing before them."""
+    model = nn.Sequential(*(Residual() for _ in range(4)), nn.Linear(24, 8))
+    model[0].requires_grad_(False)
+    return model
+
+
 def squared_error(output: Tensor, batch: Any) -> Tensor:
     return F.mse_loss(output, batch["y"] if isinstance(batch, dict) else batch[1])
 
@@ -260,6 +278,7 @@ CASES = {
         Case("llama", llama, lambda step: tokens(256, step)),
         Case("nanogpt", NanoGPT, lambda step: positional(257, step)),
         Case("mlp", MLP, regression, squared_error),
+        Case("sequential", sequential, lambda step: tuple(regression(step).values()), squared_error),
         Case("few-kv-heads", lambda: llama(num_key_value_heads=2), lambda step: tokens(256, step)),
         Case("partly-trained", partly_trained, lambda step: positional(257, step)),
         Case("dropout", lambda: NanoGPT(dropout=0.5), lambda step: positional(257, step)),

@@ -182,6 +182,11 @@ def test_many_plans_drawn_at_random(gloo, model, fix, seed):
     check(gloo, at_random(model, fix, seed), "sgd", model, steps=2)
 
 
+@pytest.mark.parametrize("fix", ("dp=2,zero=0", "tp=2", "dp=2,zero=3,microbatches=3", "dp=2,tp=2,recompute=full"))
+def test_layers_that_nothing_precedes(gloo, fix):
+    check(gloo, planned(CASES["sequential"], fix), "adamw", "sequential")
+
+
 # -- heads that do not divide -----------------------------------------------------------------------------------------
 
 

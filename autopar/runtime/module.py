@@ -91,13 +91,13 @@ class ShardedModule(nn.Module, metaclass=_UserNamesWin):
         self._buffer_layouts[name] = layout
 
     def blocks(self, path: str, modules: Sequence[nn.Module] | Mapping[int, nn.Module]) -> None:
-        """Register the model's repeated blocks under `path`, by position or by the given numbers.
+        """Register the model's repeated blocks under `path` ("": the model itself), by position or by number.
 
         Each is a unit of ZeRO: its parameters are gathered, and their gradients reduced, together.
         """
         numbered = dict(modules) if isinstance(modules, Mapping) else dict(enumerate(modules))
         owner, leaf = self._owner(path)
-        holder = owner._modules.get(leaf)
+        holder = owner._modules.get(leaf) if path else self
         if holder is None:
             in_order = list(numbered) == list(range(len(numbered)))
             holder = owner._modules[leaf] = nn.ModuleList() if in_order else _Namespace()
