@@ -8,6 +8,10 @@
     layers chain            x[exit, p] = x[entry, p]                           where a layer feeds the next of its kind
     memory                  sum_o bytes(o, s) x[o, s] + sum_{t saved} bytes(t, q) z[t, p, q] <= budget
 
+The time of a parameter is what holding its elements adds to a step: their update, their part in what data parallelism
+cannot hide, and the sum over this axis where gradients are partial. Both are priced from below (`Terms`), so that the
+objective, times the microbatches, is a bound on every step of the mesh.
+
 x is binary, z continuous in [0, 1]; w counts the layers that share a block. One resharding z serves every consumer
 that wants the same placement. Parameters are operators too (how they are stored), and so are a block's entries and
 exits (how its inputs and outputs lie), so that what is priced inside a block is what every one of its layers runs.

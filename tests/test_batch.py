@@ -34,7 +34,8 @@ def coupled_by(loss_fn: Callable[[Tensor, Any], Tensor], compute: Any = None, **
 
 
 def line_of(function: Callable[..., Any]) -> str:
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    """Where a function of one statement computes."""
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}"
 
 
 # -- hand-written graphs ----------------------------------------------------------------------------------------------
