@@ -5,7 +5,7 @@ variant with as many layers recomputed, or its tensors cut as finely, as the mem
 time that it cannot beat:
 
     pair       all its work cut over all ranks of tp, no communication       ->  solve the sharding programme
-    variant    its exact step time without recompute                         ->  count its memory
+    variant    its exact step time, and the recompute that any plan needs    ->  count its memory
     fitted     its exact step time with what it needs to fit                 ->  the first one that comes up is optimal
 
 So the answer is proved against every candidate that was enumerated, though few are solved.
@@ -15,26 +15,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
 
 from costmodels.collectives import Collective
 from costmodels.errors import BadInput, NoPlanFits
-from passes.blocks import Blocked
+from passes.bounds import Bounds
 from passes.emit import emit
-from passes.graph import Op, Value
 from passes.lower import Lowered
 from passes.memory import StepBytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
-from passes.price import Axis, least_op_seconds
 from passes.rehearse import Rehearsal, rehearse
-from passes.rules import rule_of
-from passes.rules.base import Site
 from passes.sharding import GAP, Programme, Terms
 from passes.step import (
-    OPTIMIZERS,
     Pair,
     Problem,
     Settled,
@@ -199,13 +193,6 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def regions(program: Blocked) -> Iterator[tuple[Mapping[str, Value], tuple[Op, ...], int]]:
-    """The operators outside of layers, then those of each kind of layer with the number of such layers."""
-    yield program.values, tuple(s for s in program.body if isinstance(s, Op)), 1
-    for block in program.blocks:
-        yield block.values, block.ops, len(block.paths)
-
-
 def groups(problem: Problem, pair: Pair) -> Iterator[tuple[int, int]]:
     """ZeRO stages with the groups over which they shard."""
     stage_fixed, group_fixed = fixed_int(problem.fix, "zero"), fixed_int(problem.fix, "zero_group")
@@ -231,6 +218,7 @@ class Search:
     def __init__(self, problem: Problem, progress: Progress, deadline: Callable[[], bool]) -> None:
         self.problem, self.progress, self.deadline = problem, progress, deadline
         self.limit = problem.cluster.memory_limit_bytes
+        self.bounds = Bounds(problem)
         self.order = itertools.count()
         self.queue: list[tuple[float, int, object]] = []
         self.enumerated = 0
@@ -248,8 +236,8 @@ class Search:
         for pair in pairs(self.problem):
             variants = list(groups(self.problem, pair))
             self.enumerated += len(variants)
-            if any(not self.hopeless(pair, stage, size) for stage, size in variants):
-                self.push(self.least(pair), pair)
+            if any(not self.bounds.hopeless(pair, stage, size) for stage, size in variants):
+                self.push(self.floor(pair), pair)
         best, bound = self.optimum()
         others = self.nearly(best, self.runners_up(best))
         proved = bound >= best.seconds.total
@@ -295,8 +283,8 @@ class Search:
         return any(self.is_thrifty_enough(pair) for pair in least.values())
 
     def is_thrifty_enough(self, pair: Pair) -> bool:
-        stage, size = min(groups(self.problem, pair), key=lambda g: self.least_bytes(pair, *g), default=(0, 0))
-        if not size or self.hopeless(pair, stage, size):
+        stage, size = min(groups(self.problem, pair), key=lambda g: self.bounds.bytes(pair, *g), default=(0, 0))
+        if not size or self.bounds.hopeless(pair, stage, size):
             return False
         settled = self.settled(pair, self.terms(pair, stage, size))
         none = self.problem.fix.get("recompute") == "none"
@@ -324,63 +312,19 @@ class Search:
         elif isinstance(item, Candidate):
             self.fit(item)
 
-    def axis(self, pair: Pair) -> Axis:
-        return Axis.of(self.problem.cluster, "tp", pair.tp, 1)
-
-    def hopeless(self, pair: Pair, stage: int, size: int) -> bool:
-        """Whether no sharding can make the variant fit."""
-        return self.least_bytes(pair, stage, size) > self.limit
-
-    def least_bytes(self, pair: Pair, stage: int, size: int) -> float:
-        """No sharding needs less: all is cut over tp, every layer is recomputed.
-
-        Then a rank still holds its share of the states, the inputs of every layer, and the operands and results of
-        the largest operator.
-        """
-        problem = self.problem
-        elements = sum(prod(p.value.sizes) for _, p in problem.program.all_parameters() if not p.buffer) // pair.tp
-        kept = OPTIMIZERS[problem.optimizer][0]
-        states = 4 * (1 + kept) * elements // (size if stage else 1)
-        if stage in (1, 2):
-            states += problem.compute_bytes * elements
-        elif stage == 0 and (pair.dp > 1 or pair.microbatches(problem.global_batch) > 1):
-            states += 4 * elements  # else gradients come as activations go
-        return states + self.least_activations(pair.microbatch) / pair.tp
-
-    @cache  # noqa: B019  (a search lives as long as its answer)
-    def least_activations(self, microbatch: int) -> int:
-        program = self.problem.at(microbatch)
-        kept = sum(v.bytes * len(b.paths) for b in program.blocks for v in b.inputs if v.grad)
-        largest = max(
-            sum(values[n].bytes for n in set(op.operands)) + sum(v.bytes for v in op.results)
-            for values, ops, _ in regions(program)
-            for op in ops
-        )
-        return kept + largest
-
     @cache  # noqa: B019
     def programme(self, pair: Pair) -> Programme:
-        return Programme(self.problem.at(pair.microbatch), self.axis(pair), self.problem.rows)
-
-    @cache  # noqa: B019
-    def least(self, pair: Pair) -> float:
-        """A step of the pair cannot be faster: all work is cut over all ranks of tp, and they say nothing."""
-        program, axis = self.problem.at(pair.microbatch), self.axis(pair)
-        m = pair.microbatches(self.problem.global_batch)
-        return m * sum(
-            count * least_op_seconds(Site(op, tuple(values[n] for n in op.operands)), rule_of(op.target), axis).total
-            for values, ops, count in regions(program)
-            for op in ops
-        )
+        return Programme(self.problem.at(pair.microbatch), self.bounds.axis(pair), self.problem.rows)
 
     def floor(self, pair: Pair) -> float:
-        """The best known bound of a pair: `least`, or what a larger microbatch of the same degrees takes.
+        """The best known bound of a pair: `Bounds`, or what a larger microbatch of the same degrees takes.
 
         Every cost has economies of scale (a fixed part, and one that grows with the rows), and a sharding stays valid
         when its rows are multiplied, so that k times the rows never take more than k times the seconds.
         """
         larger = (s for p, s in self.solved_s.items() if p.tp == pair.tp and p.microbatch % pair.microbatch == 0)
-        return max(self.least(pair), *larger, 0.0)
+        recompute = min(self.bounds.recompute_seconds(pair, *one) for one in groups(self.problem, pair))
+        return max(self.bounds.seconds(pair), *larger, 0.0) + recompute
 
     def solve(self, pair: Pair) -> None:
         """Shard the pair, and queue its variants.
@@ -391,7 +335,7 @@ class Search:
         m = pair.microbatches(self.problem.global_batch)
         self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
         every = {one: self.terms(pair, *one) for one in groups(self.problem, pair)}
-        variants = {one: terms for one, terms in every.items() if not self.hopeless(pair, *one)}
+        variants = {one: terms for one, terms in every.items() if not self.bounds.hopeless(pair, *one)}
         self.visited += len(variants)
         least = Terms(m, max(t.shards for t in every.values()), min(t.element_s for t in variants.values()))
         settled = self.settled(pair, least)
@@ -403,12 +347,13 @@ class Search:
         for (stage, size), terms in variants.items():
             variant = Variant(settled, stage, size, self.layers(settled))
             seconds = step_seconds(self.problem, variant)
+            recompute = self.bounds.recompute_seconds(pair, stage, size)
             dearer = terms.element_s - least.element_s
             more = self.sums_s(settled, terms.shards) - self.sums_s(settled, least.shards)
             if more + dearer * (settled.trained - fewest) <= GAP * seconds.total:
-                self.push(seconds.total, Candidate(variant, seconds, None))
+                self.push(seconds.total + recompute, Candidate(variant, seconds, None))
             else:
-                self.push(bound + dearer * fewest, Unsettled(pair, stage, size))
+                self.push(bound + dearer * fewest + recompute, Unsettled(pair, stage, size))
 
     def terms(self, pair: Pair, zero: int, group: int) -> Terms:
         """What the sharding of a variant needs to know of it."""
@@ -419,7 +364,8 @@ class Search:
         settled = self.settled(one.pair, self.terms(one.pair, one.zero, one.group))
         variant = Variant(settled, one.zero, one.group, self.layers(settled))
         seconds = step_seconds(self.problem, variant)
-        self.push(seconds.total, Candidate(variant, seconds, None))
+        recompute = self.bounds.recompute_seconds(one.pair, one.zero, one.group)
+        self.push(seconds.total + recompute, Candidate(variant, seconds, None))
 
     def layers(self, settled: Settled) -> tuple[int, ...]:
         """Layers that are recomputed whatever the memory."""
@@ -435,7 +381,7 @@ class Search:
 
     def sums_s(self, settled: Settled, shards: int) -> float:
         """Seconds for the sums of partial gradients over tp."""
-        return self.axis(settled.pair).seconds(Collective.ALL_REDUCE, settled.partial_bytes // shards)
+        return self.bounds.axis(settled.pair).seconds(Collective.ALL_REDUCE, settled.partial_bytes // shards)
 
     def rehearsal(self, settled: Settled) -> Rehearsal:
         key = id(settled.lowered)
@@ -570,7 +516,7 @@ class Search:
         """Price the variant that comes nearest where every one was beyond hope: what binds is to be said."""
         problem = self.problem
         choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
-        pair, stage, size = min(choices, key=lambda c: self.least_bytes(*c))
+        pair, stage, size = min(choices, key=lambda c: self.bounds.bytes(*c))
         settled = self.settled(pair, self.terms(pair, stage, size))
         full = problem.fix.get("recompute") != "none"
         layers = settled.recomputable if full else tuple(0 for _ in settled.blocks)

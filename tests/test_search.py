@@ -215,7 +215,7 @@ def test_no_pair_beats_its_bound_nor_what_larger_microbatches_say_of_it(cluster)
         pair = Pair(tp, dp, microbatch)
         fastest[pair] = min(seconds, fastest.get(pair, seconds))
     for pair in sorted(fastest, key=lambda p: -p.microbatch):
-        assert searching.least(pair) <= searching.floor(pair) <= fastest[pair] * (1 + 1e-6)
+        assert searching.bounds.seconds(pair) <= searching.floor(pair) <= fastest[pair] * (1 + 1e-6)
         searching.solve(pair)
 
 
@@ -223,7 +223,7 @@ def test_a_solved_microbatch_bounds_those_that_divide_it():
     searching = search(asked())
     searching.solved_s = {Pair(2, 2, 6): 1.0, Pair(4, 1, 12): 2.0}
     bounds = [searching.floor(Pair(2, 2, 3)), searching.floor(Pair(4, 1, 4)), searching.floor(Pair(1, 4, 3))]
-    assert bounds == [1.0, 2.0, searching.least(Pair(1, 4, 3))]
+    assert bounds == [1.0, 2.0, searching.bounds.seconds(Pair(1, 4, 3))]
 
 
 def test_variants_that_sum_more_get_a_sharding_of_their_own_no_faster_than_they_were_queued():

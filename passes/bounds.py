@@ -1,0 +1,141 @@
+"""What no plan of a mesh and microbatch can beat, known before anything is solved: seconds and bytes from below.
+
+All work and all tensors are cut over all ranks of tp, and ranks say nothing to each other. Activations that cannot be
+held are recomputed, those first that are cheapest to make again, in parts of layers if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from math import prod
+
+from costmodels.operators import OperatorClass
+from passes.blocks import Block, Blocked
+from passes.graph import Op, Value
+from passes.price import Axis, Seconds, least_op_seconds
+from passes.rules import rule_of
+from passes.rules.base import Site
+from passes.saved import saved
+from passes.step import OPTIMIZERS, Pair, Problem
+
+
+class Bounds:
+    """The bounds of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.limit_bytes = problem.cluster.memory_limit_bytes
+
+    def axis(self, pair: Pair) -> Axis:
+        return Axis.of(self.problem.cluster, "tp", pair.tp, 1)
+
+    def hopeless(self, pair: Pair, zero: int, group: int) -> bool:
+        """Whether no sharding can make the variant fit."""
+        return self.bytes(pair, zero, group) > self.limit_bytes
+
+    def bytes(self, pair: Pair, zero: int, group: int) -> float:
+        """A rank's share of the states, the inputs of every layer, and what the largest operator reads and writes."""
+        return self.states(pair, zero, group) + self.recomputed_bytes(pair.microbatch) / pair.tp
+
+    def states(self, pair: Pair, zero: int, group: int) -> int:
+        problem = self.problem
+        elements = sum(prod(p.value.sizes) for _, p in problem.program.all_parameters() if not p.buffer) // pair.tp
+        kept = OPTIMIZERS[problem.optimizer][0]
+        states = 4 * (1 + kept) * elements // (group if zero else 1)
+        if zero in (1, 2):
+            states += problem.compute_bytes * elements
+        elif zero == 0 and (pair.dp > 1 or pair.microbatches(problem.global_batch) > 1):
+            states += 4 * elements  # else gradients come as activations go
+        return states
+
+    @cache  # noqa: B019  (bounds live as long as their search)
+    def recomputed_bytes(self, microbatch: int) -> int:
+        program = self.problem.at(microbatch)
+        kept = sum(input_bytes(b) * len(b.paths) for b in program.blocks)
+        largest = max(
+            sum(values[n].bytes for n in set(op.operands)) + sum(v.bytes for v in op.results)
+            for values, ops, _ in regions(program)
+            for op in ops
+        )
+        return kept + largest
+
+    @cache  # noqa: B019
+    def seconds(self, pair: Pair) -> float:
+        """Of a step, without recompute."""
+        axis = self.axis(pair)
+        once = sum(
+            count * least(op, values, axis).total
+            for values, ops, count in regions(self.problem.at(pair.microbatch))
+            for op in ops
+        )
+        return pair.microbatches(self.problem.global_batch) * once
+
+    @cache  # noqa: B019
+    def recompute_seconds(self, pair: Pair, zero: int, group: int) -> float:
+        """Of a step, for what must be recomputed because it cannot be held at the end of the forward pass."""
+        if "recompute" in self.problem.fix:
+            return 0.0
+        layers = self.layers(pair)
+        room = (self.limit_bytes - self.states(pair, zero, group)) * pair.tp
+        excess = float(sum(count * held for count, held, _, _ in layers) - room)
+        once = 0.0
+        for count, held, inputs, again in sorted(layers, key=lambda one: one[3] / max(1, one[1] - one[2])):
+            freed = held - inputs
+            if excess <= 0 or freed <= 0:
+                break
+            part = min(count, excess / freed)
+            once += part * again
+            excess -= part * freed
+        return pair.microbatches(self.problem.global_batch) * once
+
+    @cache  # noqa: B019
+    def layers(self, pair: Pair) -> tuple[tuple[int, int, int, float], ...]:
+        """Of each block: layers, bytes that one saves, bytes of its inputs, seconds of running it again."""
+        axis = self.axis(pair)
+        found = []
+        for block in self.problem.at(pair.microbatch).blocks:
+            last = max((i for i, op in enumerate(block.ops) if is_saving(op, block.values)), default=-1)
+            again = sum(least(op, block.values, axis).forward for op in block.ops[: last + 1])
+            found.append((len(block.paths), saved_bytes(block), input_bytes(block), again))
+        return tuple(found)
+
+
+def regions(program: Blocked) -> Iterator[tuple[Mapping[str, Value], tuple[Op, ...], int]]:
+    """The operators outside of layers, then those of each kind of layer with the number of such layers."""
+    yield program.values, tuple(s for s in program.body if isinstance(s, Op)), 1
+    for block in program.blocks:
+        yield block.values, block.ops, len(block.paths)
+
+
+def site_of(op: Op, values: Mapping[str, Value]) -> Site:
+    return Site(op, tuple(values[name] for name in op.operands))
+
+
+def least(op: Op, values: Mapping[str, Value], axis: Axis) -> Seconds:
+    return least_op_seconds(site_of(op, values), rule_of(op.target), axis)
+
+
+def input_bytes(block: Block) -> int:
+    """What a recomputed layer keeps."""
+    return sum(v.bytes for v in block.inputs if v.grad)
+
+
+def is_saving(op: Op, values: Mapping[str, Value]) -> bool:
+    found = saved(site_of(op, values))
+    return bool(found.operands or found.results)
+
+
+def saved_bytes(block: Block) -> int:
+    """What one layer saves at least: views and what they show count once, outputs with the layer that reads them."""
+    shown: dict[str, str] = {}
+    kept: set[str] = set()
+    for op in block.ops:
+        rule = rule_of(op.target)
+        if rule is not None and rule.cost is OperatorClass.VIEW and op.operands:
+            shown |= {v.name: shown.get(op.operands[0], op.operands[0]) for v in op.results}
+        found = saved(site_of(op, block.values))
+        kept |= {op.operands[i] for i in found.operands} | {op.results[i].name for i in found.results}
+    storages = {shown.get(name, name) for name in kept}
+    storages -= {p.value.name for p in block.parameters} | {shown.get(name, name) for name in block.outputs}
+    return sum(block.values[name].bytes for name in storages)

@@ -1,0 +1,62 @@
+"""Bounds that are known before anything is solved: no plan beats them, and they are near enough to be of use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from models import CASES, prepared
+
+from costmodels.cluster import Cluster
+from passes.bounds import Bounds, saved_bytes
+from passes.memory import step_bytes
+from passes.pipeline import problem_of
+from passes.search import Search, groups, pairs
+from passes.step import Pair, Problem, Variant, step_seconds
+
+FAMILIES = ("gpt2", "llama", "nanogpt", "bert", "vit", "t5")
+
+
+def problem(name: str, cluster: str) -> Problem:
+    return replace(problem_of(prepared(CASES[name])), cluster=Cluster.preset(cluster))
+
+
+def search(made: Problem) -> Search:
+    return Search(made, lambda text: None, lambda: False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_saves_no_less_than_its_bound_and_not_much_more(name):
+    made = problem(name, "cpu:1")
+    pair = Pair(1, 1, 4)
+    settled = search(made).settled(pair, search(made).terms(pair, 0, 1))
+    found = search(made).rehearsal(settled)
+    for block, measured in zip(made.at(pair.microbatch).blocks, found.blocks, strict=True):
+        given = sum(v.bytes for v in block.inputs)  # the rehearsal leaves out what the layer before it holds
+        assert 0.6 * measured.saved_bytes <= saved_bytes(block) <= measured.saved_bytes + given
+
+
+@pytest.mark.parametrize("name", ("gpt2", "llama"))
+def test_no_recompute_that_fits_is_faster_than_the_bound(name):
+    """Every number of recomputed layers of every variant, under the limit that just holds each of them."""
+    made = problem(name, "4xh100")
+    tried = search(made)
+    binding = 0
+    for pair in pairs(made):
+        for zero, group in groups(made, pair):
+            settled = tried.settled(pair, tried.terms(pair, zero, group))
+            variants = [
+                Variant(settled, zero, group, layers)
+                for layers in product(*(range(count + 1) for count in settled.recomputable))
+            ]
+            peaks = [step_bytes(made, v, tried.rehearsal(settled)).peak for v in variants]
+            for limit in peaks:
+                bounds = Bounds(made)
+                bounds.limit_bytes = limit
+                fastest = min(step_seconds(made, v).total for v, p in zip(variants, peaks, strict=True) if p <= limit)
+                again = bounds.recompute_seconds(pair, zero, group)
+                assert not bounds.hopeless(pair, zero, group)
+                assert bounds.seconds(pair) + again <= fastest
+                binding += again > 0
+    assert binding
