@@ -165,9 +165,13 @@ class Compared:
         return self.predicted.saved / self.measured.saved - 1
 
 
-def planned(case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32") -> State:
+def planned(
+    case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32", limit_bytes: int | None = None
+) -> State:
     """What the compiler makes of a case for some local processes."""
     cluster = Cluster.preset(f"cpu:{ranks}")
+    if limit_bytes is not None:
+        cluster = cluster.with_memory_limit(limit_bytes)
     task = Task(case.model, case.batch, case.loss_fn, cluster, ROWS, precision, "adamw", fix, "", None, None)
     return run(PIPELINE, State(task, lambda text: None, lambda: False))
 
@@ -188,8 +192,12 @@ def measured(pool: Pool, case: Case, state: State) -> Measured:
 
 
 def compare(pool: Pool, case: Case, fix: Mapping[str, int | str], ranks: int, precision: str = "fp32") -> Compared:
-    """Plan a case, and measure its program."""
-    state = planned(case, fix, ranks, precision)
+    """Plan a case, and measure its program. Without pins there is no room for plain data parallelism."""
+    limit_bytes = None
+    if not fix:
+        plain = planned(case, {"dp": ranks, "tp": 1, "zero": 0}, ranks, precision)
+        limit_bytes = made(plain.plan, "the plan").memory[0].peak_bytes - 1
+    state = planned(case, fix, ranks, precision, limit_bytes)
     plan, predicted = made(state.plan, "the plan"), made(state.found, "the plan").best.bytes
     return Compared(plan.memory[0], made(predicted, "its memory"), measured(pool, case, state))
 

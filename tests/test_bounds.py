@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from models import CASES, prepared
 
 from costmodels.cluster import Cluster
+from models import CASES, prepared
 from passes.bounds import Bounds, saved_bytes
 from passes.memory import step_bytes
 from passes.pipeline import problem_of
@@ -37,10 +37,9 @@ def test_a_layer_saves_no_less_than_its_bound_and_not_much_more(name):
         assert 0.6 * measured.saved_bytes <= saved_bytes(block) <= measured.saved_bytes + given
 
 
-@pytest.mark.parametrize("name", ("gpt2", "llama"))
-def test_no_recompute_that_fits_is_faster_than_the_bound(name):
+def test_no_recompute_that_fits_is_faster_than_the_bound():
     """Every number of recomputed layers of every variant, under the limit that just holds each of them."""
-    made = problem(name, "4xh100")
+    made = problem("gpt2", "4xh100")
     tried = search(made)
     binding = 0
     for pair in pairs(made):
