@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.runtime import Program, Trainer, mesh
-from autopar.weights import full_buffers, full_weights
+from autopar.weights import checksums, full_buffers, full_weights
 from autopar.write import write_output
 from costmodels.cluster import Cluster
 from costmodels.errors import AutoparError, BadInput, PlanMismatch
 from passes.capture import BatchInput, batch_leaves
 from passes.pipeline import Compiled, compile_model
 from passes.plan import Fix, Plan
+from passes.step import OPTIMIZERS
 
 PLANNING_TIMEOUT = timedelta(hours=1)
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -74,7 +75,7 @@ def parallelize(
             loss_fn,
             global_batch=global_batch,
             precision=precision,
-            optimizer=_optimizer_name(optimizer, fix),
+            optimizer=_optimizer_name(optimizer),
             fix=fix,
             progress=progress,
         )
@@ -105,15 +106,21 @@ class _Made:
 def _on_rank_0(compiled: Callable[[], Compiled]) -> _Made:
     """Plan on one rank and tell the others, failures included."""
     sent: list[Any] = [None]
+    ours: Exception | None = None  # a fault of autopar or of the model: with its traceback where it happened
     if dist.get_rank() == 0:
         try:
             sent = [pickle.dumps(_Made.of(compiled()))]
         except AutoparError as error:
             sent = [error.with_traceback(None)]
             sent[0].__cause__ = None
+        except Exception as error:
+            ours = error
+            sent = [AutoparError(f"planning failed on rank 0: {type(error).__name__}: {error}")]
     patient = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)  # planning outlasts a training step's timeout
     dist.broadcast_object_list(sent, src=0, group=patient)
     dist.destroy_process_group(patient)
+    if ours is not None:
+        raise ours
     if isinstance(sent[0], AutoparError):
         raise sent[0]
     found: _Made = pickle.loads(sent[0])
@@ -153,8 +160,10 @@ class Job:
                 seed=self._seed,
                 clip_grad_norm=self._clip_grad_norm,
             )
-            trainer.load_state_dict(full_weights(self._model))
-            trainer.load_buffers(full_buffers(self._model) | dict(self._made.buffers))
+            weights, buffers = full_weights(self._model), full_buffers(self._model) | dict(self._made.buffers)
+            _check_that_ranks_agree({**buffers, **weights})
+            trainer.load_state_dict(weights)
+            trainer.load_buffers(buffers)
             self._trainer = trainer
         return self._trainer
 
@@ -163,15 +172,15 @@ class Job:
 
         `batch` is the global batch, the same on every rank, or with `sharded` this data-parallel rank's rows.
         """
-        return self.trainer.step(self._tensors(batch), sharded)
+        return self.trainer.step(self._tensors(batch, sharded), sharded)
 
     def backward(self, batch: Any, sharded: bool = False) -> float:
         """A step without the optimizer: the gradients stay."""
-        return self.trainer.backward(self._tensors(batch), sharded)
+        return self.trainer.backward(self._tensors(batch, sharded), sharded)
 
     def evaluate(self, batch: Any, sharded: bool = False) -> float:
         """The loss without gradients."""
-        return self.trainer.evaluate(self._tensors(batch), sharded)
+        return self.trainer.evaluate(self._tensors(batch, sharded), sharded)
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Full weights under the user's own names, on the CPU of rank 0; None elsewhere."""
@@ -183,15 +192,45 @@ class Job:
 
     def load_state_dict(self, full: Mapping[str, torch.Tensor]) -> None:
         """Take full weights, the same on every rank, and keep this rank's slices."""
-        self.trainer.load_state_dict(full)
+        trainer = self.trainer
+        _check_that_ranks_agree(full)
+        try:
+            trainer.load_state_dict(full)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
 
-    def _tensors(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The batch by the names of the program's inputs."""
+    def _tensors(self, batch: Any, sharded: bool) -> dict[str, torch.Tensor]:
+        """The batch by the names of the program's inputs, of which each is as the program declares it."""
         leaves = batch_leaves(batch)
         missing = [str(one.key) for one in self._made.inputs if one.key not in leaves]
         if missing:
             raise BadInput(f"the batch lacks {', '.join(missing)}; it has {', '.join(map(str, leaves))}")
-        return {one.name: leaves[one.key] for one in self._made.inputs}
+        named = {one.name: leaves[one.key] for one in self._made.inputs}
+        keys = {one.name: one.key if isinstance(one.key, str) else f"batch[{one.key}]" for one in self._made.inputs}
+        trainer = self.trainer
+        try:
+            trainer.program.ordered(named, trainer.dp_rank if sharded else None, keys)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+        return named
+
+
+def _check_that_ranks_agree(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise BadInput on every rank where they hold other tensors: slices of different wholes make no model."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    own = checksums(tensors)
+    sent = [own]
+    dist.broadcast_object_list(sent, src=0)
+    differing = [name for name in sent[0] | own if sent[0].get(name) != own.get(name)]
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, differing[0] if differing else None)
+    for rank, name in enumerate(found):
+        if name is not None:
+            raise BadInput(
+                f"{name} on rank {rank} is not that on rank 0, but every rank is to hold the same whole weights: "
+                "seed alike, or load the checkpoint on every rank"
+            )
 
 
 def load_program(text: str, name: str = "<program.py>") -> Program:
@@ -203,18 +242,48 @@ def load_program(text: str, name: str = "<program.py>") -> Program:
     return program
 
 
-def _optimizer_name(optimizer: Optimizer | None, fix: Fix | None) -> str:
+def _optimizer_name(optimizer: Optimizer | None) -> str:
     """How the planner counts the optimizer's states; raises BadInput where slices of a parameter would be wrong."""
     if optimizer is None:
         return "adamw"
-    trial = optimizer([nn.Parameter(torch.zeros(1))])
+    one = nn.Parameter(torch.zeros(1))
+    try:
+        trial = optimizer([one])
+    except Exception as error:
+        raise BadInput(f"the optimizer cannot be made of a parameter: {type(error).__name__}: {error}") from error
+    if not isinstance(trial, torch.optim.Optimizer):
+        raise BadInput(
+            f"the optimizer is a {type(trial).__name__}; make a torch.optim.Optimizer of the parameters given"
+        )
     kind = type(trial).__name__
     if kind not in ELEMENTWISE:
         raise BadInput(
             f"the optimizer {kind} may look at whole parameters, which no rank holds; "
             f"use one of {', '.join(ELEMENTWISE)}"
         )
-    return "sgd" if kind in ("SGD", "Adagrad", "RMSprop", "ASGD", "Rprop") else "adamw"
+    if any(p is not one for group in trial.param_groups for p in group["params"]):
+        raise BadInput(f"the optimizer {kind} is to be made of the parameters that it is given, and of no others")
+    name = "sgd" if kind in ("SGD", "Adagrad", "RMSprop", "ASGD", "Rprop") else "adamw"
+    states = _states(trial, one)
+    fitting = [name, *(other for other in OPTIMIZERS if OPTIMIZERS[other][0] == states)]
+    counted = next((one for one in fitting if states <= OPTIMIZERS[one][0]), None)
+    if counted is None:
+        most = max(kept for kept, _ in OPTIMIZERS.values())
+        raise BadInput(
+            f"the optimizer {kind} keeps {states} states per parameter with these options, and plans count at most "
+            f"{most}: the memory would be too low; leave out the option that adds one (amsgrad, centered)"
+        )
+    return counted
+
+
+def _states(trial: torch.optim.Optimizer, one: nn.Parameter) -> int:
+    """The tensors that the optimizer keeps of a parameter, seen after a step."""
+    one.grad = torch.ones_like(one)
+    try:
+        trial.step()
+    except Exception:  # it may work on GPUs only (capturable): trust its name
+        return 0
+    return sum(isinstance(t, torch.Tensor) and t.shape == one.shape for t in trial.state[one].values())
 
 
 def _example(model: nn.Module) -> Any:

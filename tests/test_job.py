@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.job import load_program
+from autopar.job import _optimizer_name, load_program
 
 BATCH = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), "y": torch.ones(4, 2)}
 
@@ -130,6 +131,47 @@ def test_a_batch_that_lacks_a_key_is_told():
     assert str(error.value) == "the batch lacks y; it has x, z"
 
 
+@pytest.mark.parametrize(
+    ("x", "sentence"),
+    [
+        (BATCH["x"][:3], "{} of the global batch has shape [3, 3], but the program is for [4, 3]"),
+        (BATCH["x"].numpy(), "{} of the global batch is a ndarray, but the program reads a tensor"),
+        (BATCH["x"].double(), "{} of the global batch is float64, but the program is for float32"),
+    ],
+    ids=["rows", "numpy", "float64"],
+)
+def test_an_entry_that_does_not_fit_is_named(made, made_of_tuple, x, sentence):
+    for call in (made.step, made.backward, made.evaluate):
+        with pytest.raises(autopar.BadInput) as error:
+            call(BATCH | {"x": x})
+        assert str(error.value) == sentence.format("x")
+    with pytest.raises(autopar.BadInput) as error:
+        made_of_tuple.step((x, BATCH["y"]))
+    assert str(error.value) == sentence.format("batch[0]")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return job()
+
+
+@pytest.fixture(scope="module")
+def made_of_tuple():
+    return job(batch=tuple(BATCH.values()), loss_fn=lambda output, batch: F.mse_loss(output, batch[1]))
+
+
+def test_a_state_dict_that_does_not_fit_is_bad_input(made):
+    state = made.state_dict() | {"net.0.bias": torch.zeros(7)}
+    state["net.0.weight"] = state["net.0.weight"].numpy()
+    del state["net.2.bias"]
+    with pytest.raises(autopar.BadInput) as error:
+        made.load_state_dict(state)
+    assert str(error.value) == (
+        "this state dict does not fit the program: net.0.weight is a ndarray, not a tensor; "
+        "net.0.bias has shape [7], not [8]; net.2.bias is missing"
+    )
+
+
 def test_keys_that_were_not_there_at_first_are_left_out():
     made = job()
     assert made.evaluate(BATCH | {"more": torch.ones(9)}) == made.evaluate(BATCH)
@@ -183,6 +225,35 @@ def test_elementwise_optimizers_are_taken(kind):
     assert job(optimizer=lambda parameters: getattr(torch.optim, kind)(parameters, lr=1e-3)).plan.status == "optimal"
 
 
+def test_an_optimizer_with_more_states_than_a_plan_counts_is_refused():
+    with pytest.raises(autopar.BadInput, match=r"AdamW keeps 3 states per parameter .* plans count at most 2"):
+        job(optimizer=lambda parameters: torch.optim.AdamW(parameters, amsgrad=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "counted"),
+    [
+        ("SGD", {}, "sgd"),  # fewer than counted
+        ("SGD", {"momentum": 0.9}, "sgd"),
+        ("RMSprop", {"momentum": 0.9}, "adamw"),
+        ("Rprop", {}, "adamw"),
+        ("NAdam", {}, "adamw"),
+    ],
+)
+def test_states_are_counted_by_a_trial(kind, options, counted):
+    assert _optimizer_name(lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.1, **options)) == counted
+
+
+def test_an_optimizer_that_cannot_be_made_is_bad_input():
+    with pytest.raises(autopar.BadInput, match="cannot be made of a parameter: ValueError: Invalid learning rate: -1"):
+        job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1))
+    with pytest.raises(autopar.BadInput, match="the optimizer is a NoneType"):
+        job(optimizer=lambda parameters: None)
+    mine = Named()
+    with pytest.raises(autopar.BadInput, match="made of the parameters that it is given, and of no others"):
+        job(mine, optimizer=lambda parameters: torch.optim.SGD(mine.parameters()))
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -210,3 +281,53 @@ def test_a_model_on_meta_is_planned_and_initialised_by_its_own_initialisers():
     made = job(mine)
     assert all(p.is_meta for p in mine.parameters())
     assert made.evaluate(BATCH) > 0
+
+
+# -- ranks that are not alike -----------------------------------------------------------------------------------------
+
+
+def on_2_ranks(made: nn.Module, **options: Any) -> autopar.Job:
+    cluster = autopar.Cluster.preset("cpu:2")
+    return autopar.parallelize(made, cluster, BATCH, **{"loss_fn": mse, "precision": "fp32"} | options)
+
+
+def seed_by_rank(what: str) -> str:
+    made = on_2_ranks(Named(), fix={"dp": 2})
+    with torch.no_grad():
+        if what == "seed":
+            made._model.net[2].weight += dist.get_rank()
+        if what == "load":
+            made.trainer  # noqa: B018
+            state = Named().state_dict() | {"net.0.bias": torch.full((8,), 1.0 + dist.get_rank())}
+    with pytest.raises(autopar.BadInput) as error:
+        made.step(BATCH) if what == "seed" else made.load_state_dict(state)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("what", "name"), [("seed", "net.2.weight"), ("load", "net.0.bias")])
+def test_weights_that_differ_by_rank_are_refused_on_every_rank(gloo, what, name):
+    expected = (
+        f"{name} on rank 1 is not that on rank 0, but every rank is to hold the same whole weights: "
+        "seed alike, or load the checkpoint on every rank"
+    )
+    assert gloo.run(2, seed_by_rank, what) == [expected] * 2
+
+
+def fail_on_rank_0() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.job.compile_model", _fail)  # runs on rank 0 alone
+        try:
+            on_2_ranks(Named())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def _fail(*args: Any, **named: Any) -> None:
+    raise LookupError("no such thing")
+
+
+def test_any_fault_of_planning_ends_all_ranks(gloo):
+    first, second = gloo.run(2, fail_on_rank_0, timeout_s=20)
+    assert first == "LookupError: no such thing"
+    assert second == "AutoparError: planning failed on rank 0: LookupError: no such thing"

@@ -118,6 +118,48 @@ def test_a_module_has_the_users_names_and_local_shapes(gloo):
     assert tied == "blocks.1.attn.qkv.weight"
 
 
+class Hiding(ShardedModule):
+    """Parameters, a buffer and a child with the names of methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameter("rng", 4)
+        self.parameter("alias", 4)
+        self.parameter("normalizers", 4)
+        self.buffer("buffer", 4, persistent=False)
+        self.blocks("blocks", [Hidden(), Hidden()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.rng * self.alias * self.normalizers * self.buffer).sum()
+
+
+class Hidden(ShardedModule):
+    def __init__(self):
+        super().__init__()
+        self.parameter("parameter", 4)
+
+    def forward(self, x):
+        return x * self.parameter
+
+
+def train_hiding(zero):
+    program = Program(Hiding, {"dp": 2}, 2, (Input("x", (4,)),), zero=zero, zero_group=2)
+    trainer = Trainer(program, lambda parameters: torch.optim.SGD(parameters, lr=0.1), "cpu")
+    trainer.load_buffers({"buffer": torch.ones(4)})
+    trainer.load_state_dict(lambda name: torch.ones(4))
+    losses = [trainer.step({"x": torch.ones(2, 4)}) for _ in range(2)]
+    return losses, trainer.state_dict()
+
+
+@pytest.mark.parametrize("zero", (0, 3))
+def test_names_of_methods_are_the_users(gloo, zero):
+    losses, state = gloo.run(2, train_hiding, zero)[0]
+    assert losses == pytest.approx([8.0, 8 * 0.8**5])  # five ones, each with the gradient 2
+    assert sorted(state) == ["alias", "blocks.0.parameter", "blocks.1.parameter", "normalizers", "rng"]
+
+
 def register_wrongly():
     init({"tp": 3}, "cpu")
     module = ShardedModule()

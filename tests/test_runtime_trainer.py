@@ -387,6 +387,10 @@ def give_wrong_batches():
         trainer.step({"ids": ids})
     with pytest.raises(ValueError, match="has 1 tensors, but the program reads 2: ids, labels"):
         trainer.step((ids,))
+    with pytest.raises(ValueError, match="labels of the global batch is a ndarray, but the program reads a tensor"):
+        trainer.step((ids, labels.numpy()))
+    with pytest.raises(ValueError, match="ids of the global batch is float64, but the program is for int64"):
+        trainer.step((ids.double(), labels))
 
 
 def test_a_batch_of_another_shape_is_refused(gloo):
@@ -417,3 +421,56 @@ def test_a_world_of_another_size_is_refused(gloo):
 def test_an_impossible_program_is_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
         program(**wrong)
+
+
+def take_turns():
+    """Two trainers on one process, on meshes of other shapes, and then one on the first's again."""
+    first = new_trainer(program(dp=1, tp=2))
+    seen = [first.evaluate(batch(0))]
+    other = new_trainer(program(dp=2, tp=1))
+    for i in range(2):
+        seen += [first.step(batch(i)), other.step(batch(i))]
+    weights = first.state_dict()
+    assert new_trainer(program(dp=1, tp=2))._mesh is first._mesh, "process groups are made once"
+    return seen, weights, other.state_dict()
+
+
+def test_trainers_on_several_meshes_take_turns(gloo, plain):
+    losses, _, _, after = train_plain(2)
+    want = {**after, "head.weight": after["wte.weight"], "offset": BUFFERS["offset"]}
+    answers = gloo.run(2, take_turns)
+    for seen, *_ in answers:
+        assert seen == pytest.approx([losses[0], losses[0], losses[0], losses[1], losses[1]], rel=1e-5)
+    for state in answers[0][1:]:
+        assert_same(state, want, 1e-5)
+
+
+class Counting(ShardedModule):
+    """Keeps a running mean, as batch norms do."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameter("w", 5)
+        self.buffer("mean", 5)
+        self.buffer("calls", dtype=torch.int64)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.calls += 1
+        return (x * self.w).square().mean()
+
+
+def evaluate_a_running_mean():
+    trainer = Trainer(Program(Counting, {"dp": 2}, ROWS, (Input("x", (5,)),)), device="cpu")
+    trainer.load_state_dict({"w": torch.ones(5), "mean": torch.zeros(5), "calls": torch.tensor(3)})
+    x = {"x": torch.ones(ROWS, 5)}
+    evaluated, kept = trainer.evaluate(x), {name: b.tolist() for name, b in trainer.model.named_buffers()}
+    trainer.step(x)
+    return evaluated, kept, {name: b.tolist() for name, b in trainer.model.named_buffers()}
+
+
+def test_evaluate_leaves_running_statistics(gloo):
+    for _, kept, stepped in gloo.run(2, evaluate_a_running_mean):
+        assert kept == {"mean": [0.0] * 5, "calls": 3}
+        assert stepped["mean"] == pytest.approx([0.1] * 5) and stepped["calls"] == 4

@@ -1,4 +1,4 @@
-"""The device mesh that this process is part of: one for the program, reached by the names of its axes.
+"""The device mesh that this process is part of: one of each program, the current one reached by its axes' names.
 
 init({"dp": 2, "tp": 2})           tp=0    tp=1        the last axis is innermost: neighbours in rank
                            dp=0   rank 0  rank 1
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,6 +43,7 @@ class Mesh:
 
 
 _current: Mesh | None = None
+_made: list[Mesh] = []  # process groups are dear: one set for each mesh, however many programs are on it
 
 
 def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> Mesh:
@@ -50,7 +52,7 @@ def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> M
     Initialises the process group where nobody has: nccl on cuda, gloo on cpu. Without torchrun the world is this
     process alone. `device` is "cpu" or "cuda"; None takes cuda where there is one.
     """
-    global _current
+    global _current, _made
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     check_world_size(mesh)
     own = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
@@ -58,21 +60,34 @@ def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> M
         torch.cuda.set_device(own)
     if not dist.is_initialized():
         init_process_group(own)
-    if _current is not None and _is_alive(_current) and _current.device == own:
-        shape = {name: axis.size for name, axis in _current.axes.items()}
-        if list(shape.items()) == list(mesh.items()):
-            return _current  # process groups are dear: no second set for the same mesh
+    _made = [one for one in _made if _is_alive(one)]
+    for one in _made:
+        if one.device == own and [(name, axis.size) for name, axis in one.axes.items()] == list(mesh.items()):
+            _current = one
+            return one
     device_mesh = init_device_mesh(kind, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     axes = {
         name: Axis(name, device_mesh.get_group(name), device_mesh.get_local_rank(name), size)
         for name, size in mesh.items()
     }
     _current = Mesh(device_mesh, axes, own, _world())
+    _made.append(_current)
     return _current
 
 
+@contextmanager
+def using(mesh: Mesh) -> Iterator[None]:
+    """Make `mesh` the current one inside: programs on several meshes may take turns in a process."""
+    global _current
+    before, _current = _current, mesh
+    try:
+        yield
+    finally:
+        _current = before
+
+
 def current() -> Mesh:
-    """The mesh that `init` made."""
+    """The mesh that `init` made last, or that is used here."""
     if _current is None or not _is_alive(_current):
         raise RuntimeError("there is no device mesh yet: call autopar.runtime.init(mesh) first")
     return _current

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -30,12 +31,30 @@ class _Namespace(nn.Module):
 
 
 class _UserNamesWin(type):
-    """Once built, a module's own children hide the methods of ShardedModule: many models have `self.blocks`."""
+    """Once built, what a module holds hides methods of its class: many models have `self.blocks`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         module = super().__call__(*args, **kwargs)
-        module.__dict__.update({name: child for name, child in module._modules.items() if hasattr(cls, name)})
+        held = (*module._modules, *module._parameters, *module._buffers)
+        if hidden := {name: _held(name) for name in held if hasattr(cls, name)}:
+            # a class of its own, since properties see what `fully_shard` puts in the place of a parameter
+            module.__class__ = type(cls)(cls.__name__, (cls,), hidden | {"__module__": cls.__module__})
         return module
+
+
+def _held(name: str) -> property:
+    """Gives the child, parameter or buffer of that name."""
+
+    def get(module: nn.Module) -> nn.Module | Tensor | None:
+        return next(held[name] for held in (module._modules, module._parameters, module._buffers) if name in held)
+
+    return property(get)
+
+
+def method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The module's method, also where something that it holds has the same name."""
+    found = next(one for kind in type(module).__mro__ if callable(one := vars(kind).get(name)))
+    return partial(found, module)
 
 
 class ShardedModule(nn.Module, metaclass=_UserNamesWin):
@@ -72,7 +91,7 @@ class ShardedModule(nn.Module, metaclass=_UserNamesWin):
         layout = Layout(shape, tp)
         parameter = nn.Parameter(torch.empty(_local_shape(layout), dtype=dtype), requires_grad=requires_grad)
         owner, leaf = self._owner(name, new=True)
-        owner.register_parameter(leaf, parameter)
+        owner._parameters[leaf] = parameter  # register_parameter refuses names of methods
         self._layouts[name] = layout
 
     def buffer(
@@ -87,7 +106,9 @@ class ShardedModule(nn.Module, metaclass=_UserNamesWin):
         layout = Layout(shape, tp)
         value = torch.full(_local_shape(layout), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
         owner, leaf = self._owner(name, new=True)
-        owner.register_buffer(leaf, value, persistent=persistent)
+        owner._buffers[leaf] = value
+        if not persistent:
+            owner._non_persistent_buffers_set.add(leaf)
         self._buffer_layouts[name] = layout
 
     def blocks(self, path: str, modules: Sequence[nn.Module] | Mapping[int, nn.Module]) -> None:

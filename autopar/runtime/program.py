@@ -88,10 +88,11 @@ class Program:
         """The first row and the number of rows of a data-parallel rank, of the global batch."""
         return balanced(self.rows, self.dp, rank)
 
-    def ordered(self, batch: Batch, rank: int | None = None) -> list[Tensor]:
+    def ordered(self, batch: Batch, rank: int | None = None, keys: Mapping[str, str] | None = None) -> list[Tensor]:
         """The tensors of a batch in the order of the inputs: of the global batch, or of a rank's own rows.
 
-        Raises ValueError where one is missing or of another shape.
+        Raises ValueError where one is missing, no tensor, or of another shape or dtype. `keys`: what the caller calls
+        the inputs.
         """
         if isinstance(batch, Mapping):
             if missing := [one.name for one in self.inputs if one.name not in batch]:
@@ -107,11 +108,15 @@ class Program:
         rows = self.rows if rank is None else self.own_rows(rank)[1]
         whose = "the global batch" if rank is None else f"rank {rank} of {self.dp} of a sharded batch"
         for one, tensor in zip(self.inputs, tensors, strict=True):
+            name = (keys or {}).get(one.name, one.name)
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} of {whose} is a {type(tensor).__name__}, but the program reads a tensor")
             shape = [rows, *one.shape] if one.rows else [*one.shape]
             if list(tensor.shape) != shape:
-                raise ValueError(
-                    f"{one.name} of {whose} has shape {list(tensor.shape)}, but the program is for {shape}"
-                )
+                raise ValueError(f"{name} of {whose} has shape {list(tensor.shape)}, but the program is for {shape}")
+            if tensor.dtype != getattr(torch, one.dtype):
+                got = str(tensor.dtype).removeprefix("torch.")
+                raise ValueError(f"{name} of {whose} is {got}, but the program is for {one.dtype}")
         return tensors
 
     def random_batch(self, seed: int, step: int) -> dict[str, Tensor]:

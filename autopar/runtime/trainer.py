@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,9 +14,25 @@ from torch import Tensor
 from autopar.runtime import gradients, mesh
 from autopar.runtime.engine import engine
 from autopar.runtime.layout import P, R
-from autopar.runtime.module import Randomness, ShardedModule, name_modules, randomness
+from autopar.runtime.module import Randomness, ShardedModule, method, name_modules, randomness
 from autopar.runtime.program import OPTIMIZERS, Batch, Optimizer, Program, balanced
 from autopar.runtime.weights import draw, gather, scatter
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _on_its_mesh(
+    done: Callable[Concatenate[Trainer, Arguments], Result],
+) -> Callable[Concatenate[Trainer, Arguments], Result]:
+    """The method with the trainer's own mesh the current one: another trainer may have been made since."""
+
+    @wraps(done)
+    def inside(self: Trainer, /, *args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        with mesh.using(self._mesh):
+            return done(self, *args, **named)
+
+    return inside
 
 
 class Trainer:
@@ -64,6 +82,7 @@ class Trainer:
 
     # Training
 
+    @_on_its_mesh
     def step(self, batch: Batch, sharded: bool = False) -> float:
         """One optimizer step; the loss over the global batch, on every rank.
 
@@ -79,6 +98,7 @@ class Trainer:
         self.steps += 1
         return loss()
 
+    @_on_its_mesh
     def backward(self, batch: Batch, sharded: bool = False) -> float:
         """A step without the optimizer and clipping: the gradients are those of this batch alone."""
         return self._backward(batch, sharded)()
@@ -103,18 +123,32 @@ class Trainer:
         gradients.sum_over_tp([p.grad for p in self._partial if p.grad is not None])
         return global_loss
 
+    @_on_its_mesh
     @torch.no_grad()
     def evaluate(self, batch: Batch, sharded: bool = False) -> float:
-        """The loss over the global batch, without gradients; dropout stays as it is in training."""
+        """The loss over the global batch, without gradients; dropout and batch norms stay as they are in training.
+
+        Changes nothing: running statistics are put back.
+        """
         microbatches = self._microbatches(batch, sharded)
         self._prepare()
         counts = self._normalizers(microbatches)
         losses = []
-        for i, inputs in enumerate(microbatches):
-            with randomness(Randomness(self.seed, self.steps, i)):
-                losses.append(self._engine.loss((*inputs, *counts), last=True))
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            for i, inputs in enumerate(microbatches):
+                with randomness(Randomness(self.seed, self.steps, i)):
+                    losses.append(self._engine.loss((*inputs, *counts), last=True))
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
         self._engine.rest()
         return self._global_loss(losses)()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which rows of a sharded batch are this process' own."""
+        return self._dp.rank
 
     @property
     def last_grad_norm(self) -> float | None:
@@ -138,7 +172,7 @@ class Trainer:
     @torch.no_grad()
     def _normalizers(self, microbatches: list[tuple[Tensor, ...]]) -> list[Tensor]:
         """What the model's loss divides by, summed over microbatches and dp."""
-        sums = [type(self.model).normalizers(self.model, *inputs) for inputs in microbatches]
+        sums = [method(self.model, "normalizers")(*inputs) for inputs in microbatches]
         totals = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
         if not totals or self._dp.size == 1:
             return totals
@@ -165,11 +199,13 @@ class Trainer:
 
     # Weights
 
+    @_on_its_mesh
     def init_parameters(self, seed: int) -> None:
         """Draw all parameters: the same whole tensors whatever the plan, each a function of its name and the seed."""
         scatter(self._parameters, self._layouts, lambda name: draw(name, self._layouts[name].shape, seed))
         self._drawn = True
 
+    @_on_its_mesh
     def load_state_dict(self, full: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
         """Take every parameter and persistent buffer from whole tensors, the same on every rank.
 
@@ -198,6 +234,7 @@ class Trainer:
         if isinstance(full, Mapping):
             self.load_buffers({name: full[name] for name in self._missing_buffers if name in full})
 
+    @_on_its_mesh
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Take buffers, persistent or not, from whole tensors; those that are not in `values` stay as they are."""
         known = {name: buffer for name, buffer in self.model.named_buffers() if name in values}
@@ -210,6 +247,7 @@ class Trainer:
         """Buffers that nobody has loaded yet; nothing runs before they are."""
         return sorted(self._missing_buffers)
 
+    @_on_its_mesh
     def state_dict(self) -> dict[str, Tensor] | None:
         """Whole CPU tensors under the user's own names, tied names included, on rank 0; None elsewhere. Collective."""
         self._prepare_parameters()
@@ -218,6 +256,7 @@ class Trainer:
             found |= {alias: found[of] for alias, of in self._aliases.items()}
         return found
 
+    @_on_its_mesh
     def full_gradients(self) -> dict[str, Tensor] | None:
         """The gradients of the last batch as whole CPU tensors on rank 0; None elsewhere. Collective."""
         return gather(self._gradients(), self._layouts)

@@ -63,6 +63,8 @@ def scatter(
         value, shape = whole(name), layouts[name].shape
         if value is None:
             faults.append(f"{name} is missing")
+        elif not isinstance(value, Tensor):
+            faults.append(f"{name} is a {type(value).__name__}, not a tensor")
         elif tuple(value.shape) != shape:
             faults.append(f"{name} has shape {list(value.shape)}, not {list(shape)}")
         else:
