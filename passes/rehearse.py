@@ -363,7 +363,8 @@ def _built(kind: Any) -> nn.Module:
     """An instance whose children hide the methods that are called like them, as the runtime has it."""
     module: nn.Module = kind()
     for one in module.modules():
-        one.__dict__.update({name: child for name, child in one._modules.items() if hasattr(type(one), name)})
+        held = {**one._modules, **one._parameters, **one._buffers}
+        one.__dict__.update({name: value for name, value in held.items() if hasattr(type(one), name)})
     return module
 
 
@@ -376,9 +377,9 @@ def _attach(module: nn.Module, path: str, value: Any) -> None:
     if isinstance(value, nn.Module):
         module._modules[name] = value  # where a method may have that name
     elif isinstance(value, nn.Parameter):
-        module.register_parameter(name, value)
+        module._parameters[name] = value  # register_parameter refuses names of methods
     else:
-        module.register_buffer(name, value)
+        module._buffers[name] = value
 
 
 def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
