@@ -23,7 +23,7 @@ from costmodels.errors import AutoparError, BadInput, PlanMismatch
 from passes.capture import BatchInput, batch_leaves
 from passes.pipeline import Compiled, compile_model
 from passes.plan import Fix, Plan
-from passes.step import OPTIMIZERS
+from passes.step import OPTIMIZER_COSTS
 
 PLANNING_TIMEOUT = timedelta(hours=1)
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -265,10 +265,10 @@ def _optimizer_name(optimizer: Optimizer | None) -> str:
         raise BadInput(f"the optimizer {kind} is to be made of the parameters that it is given, and of no others")
     name = "sgd" if kind in ("SGD", "Adagrad", "RMSprop", "ASGD", "Rprop") else "adamw"
     states = _states(trial, one)
-    fitting = [name, *(other for other in OPTIMIZERS if OPTIMIZERS[other][0] == states)]
-    counted = next((one for one in fitting if states <= OPTIMIZERS[one][0]), None)
+    fitting = [name, *(other for other, cost in OPTIMIZER_COSTS.items() if cost.states == states)]
+    counted = next((one for one in fitting if states <= OPTIMIZER_COSTS[one].states), None)
     if counted is None:
-        most = max(kept for kept, _ in OPTIMIZERS.values())
+        most = max(cost.states for cost in OPTIMIZER_COSTS.values())
         raise BadInput(
             f"the optimizer {kind} keeps {states} states per parameter with these options, and plans count at most "
             f"{most}: the memory would be too low; leave out the option that adds one (amsgrad, centered)"

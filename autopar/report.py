@@ -33,7 +33,7 @@ TIMES = {
     "bubble": "bubble", "recompute": "recompute", "optimizer": "optimizer",
 }  # fmt: skip
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserved_overhead")
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+TITLES = {"adamw": "AdamW", "sgd": "SGD"}
 
 
 # -- text -----------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _model(plan: Plan) -> list[str]:
     if model.trainable_parameters != model.parameters:
         size += f" ({_count(model.trainable_parameters)} trainable)"
     sequence = [] if work.seq_len is None else [f"sequence {work.seq_len:,}"]
-    optimizer = OPTIMIZERS.get(work.optimizer, work.optimizer)
+    optimizer = TITLES.get(work.optimizer, work.optimizer)
     facts = ", ".join([size, *sequence, f"global batch {work.global_batch:,}", work.precision, optimizer])
     return _wrapped(f"{model.name}   {facts}", indent="  ")
 

@@ -17,7 +17,7 @@ from passes.price import Axis, Seconds, least_op_seconds
 from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.saved import saved
-from passes.step import OPTIMIZERS, Pair, Problem
+from passes.step import OPTIMIZER_COSTS, Pair, Problem
 
 
 class Bounds:
@@ -41,7 +41,7 @@ class Bounds:
     def states(self, pair: Pair, zero: int, group: int) -> int:
         problem = self.problem
         elements = sum(prod(p.value.sizes) for _, p in problem.program.all_parameters() if not p.buffer) // pair.tp
-        kept = OPTIMIZERS[problem.optimizer][0]
+        kept = OPTIMIZER_COSTS[problem.optimizer].states
         states = 4 * (1 + kept) * elements // (group if zero else 1)
         if zero in (1, 2):
             states += problem.compute_bytes * elements

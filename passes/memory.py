@@ -17,7 +17,7 @@ from math import prod
 
 from costmodels.memory import FP32_BYTES, Engine, Kind, StaticBytes, Unit
 from passes.rehearse import BlockMemory, Held, Rehearsal, Stretch
-from passes.step import OPTIMIZERS, Problem, Variant
+from passes.step import OPTIMIZER_COSTS, Problem, Variant
 
 BUCKET_BYTES = 64 * 2**20  # of partial gradients, copied together to be summed over tp
 
@@ -154,7 +154,7 @@ def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first
         stage=variant.zero if shards > 1 else 1,
         ranks=shards,
         compute_bytes=problem.compute_bytes,
-        states=OPTIMIZERS[problem.optimizer][0],
+        states=OPTIMIZER_COSTS[problem.optimizer].states,
         first=first,
         last=last,
         copies=problem.cluster.device.kind == "cpu",

@@ -27,10 +27,16 @@ from passes.price import Axis, Seconds, op_seconds, reshard_seconds
 from passes.saved import saved
 from passes.sharding import Sharding
 
-OPTIMIZERS = {
-    "adamw": (2, 28),
-    "sgd": (1, 20),
-}  # fp32 states per parameter; bytes that a fused step touches per parameter
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Of each parameter element: fp32 states, and bytes that a fused step touches."""
+
+    states: int
+    touched_bytes: int
+
+
+OPTIMIZER_COSTS = {"adamw": OptimizerCost(2, 28), "sgd": OptimizerCost(1, 20)}
 
 
 @dataclass(frozen=True)
@@ -264,8 +270,8 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
 
 def update_seconds(problem: Problem, trained: int, shards: int) -> float:
     """The optimizer's own time: a rank updates its ZeRO shard of the elements that are trained."""
-    _, touched = OPTIMIZERS[problem.optimizer]
-    return optimizer_seconds(touched * ceil(trained / shards), problem.cluster.device)
+    touched_bytes = OPTIMIZER_COSTS[problem.optimizer].touched_bytes
+    return optimizer_seconds(touched_bytes * ceil(trained / shards), problem.cluster.device)
 
 
 def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:

@@ -47,10 +47,15 @@ def _gather_over_tp(part: Tensor, layout: Layout) -> Tensor | None:
     padding = (0, 0) * (part.ndim - 1 - dim) + (0, largest - part.shape[dim])
     padded = F.pad(part, padding).contiguous()
     parts = [torch.empty_like(padded) for _ in shapes] if tp.rank == 0 else None
-    dist.gather(padded, parts, dst=0, group=tp.group)
+    dist.gather(_as_real(padded), parts and [_as_real(one) for one in parts], dst=0, group=tp.group)
     if parts is None:
         return None
     return layout.full([one.narrow(dim, 0, shape[dim]) for one, shape in zip(parts, shapes, strict=True)])
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Gloo moves no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @torch.no_grad()
