@@ -380,7 +380,7 @@ class _Plain:
 
         self.optimizer.zero_grad()
         own = _in_the_users_form(self.target.batch, batch)
-        positional, named = forward_arguments(self.model.forward, own)
+        positional, named = forward_arguments(self.model.forward, own, self.target.loss_fn)
         output = self.model(*positional, **named)
         loss = loss_of(output) if self.target.loss_fn is None else self.target.loss_fn(output, own)
         assert loss is not None, "the model was captured with a loss"
@@ -437,6 +437,8 @@ def _in_the_users_form(example: Any, batch: Mapping[str, Tensor]) -> Any:
     leaves = {key: own(key, value) for key, value in batch_leaves(example).items()}
     if isinstance(example, Mapping):
         return leaves
+    if isinstance(example, tuple) and hasattr(example, "_fields"):
+        return type(example)(*leaves.values())
     return tuple(leaves.values()) if isinstance(example, tuple | list) else leaves[0]
 
 

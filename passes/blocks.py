@@ -7,8 +7,9 @@ Python class that differ (a first layer with extra weights) get a block each.
 
 from __future__ import annotations
 
+import builtins
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -94,8 +95,8 @@ class Blocked:
         )
 
 
-def block(graph: Graph, classes: Mapping[str, str]) -> Blocked:
-    """`classes` gives the Python class of each numbered child by module path."""
+def block(graph: Graph, classes: Mapping[str, str], reserved: Collection[str] = ()) -> Blocked:
+    """`classes` gives the Python class of each numbered child by module path; no block is named as in `reserved`."""
     layers = _layers(graph, classes)
     body: list[Statement] = []
     found: dict[tuple[str, tuple[object, ...]], list[_Layer]] = {}
@@ -110,16 +111,14 @@ def block(graph: Graph, classes: Mapping[str, str]) -> Blocked:
         at[layer.positions[0]] = layer
         inside.update(layer.positions)
     blocks: list[Block] = []
-    named: dict[str, int] = defaultdict(int)
+    names = _class_names([kind for kind, _ in order], reserved)
     index = {key: i for i, key in enumerate(order)}
-    for key in order:
+    for key, name in zip(order, names, strict=True):
         same = found[key]
-        kind = key[0]
-        named[kind] += 1
         first = same[0]
         blocks.append(
             Block(
-                name=kind if named[kind] == 1 else f"{kind}{named[kind]}",
+                name=name,
                 paths=tuple(layer.path for layer in same),
                 inputs=tuple(graph.values[name] for name in first.inputs),
                 parameters=first.parameters,
@@ -138,6 +137,20 @@ def block(graph: Graph, classes: Mapping[str, str]) -> Blocked:
     owned = {p.value.name for layer in layers for p in layer.parameters}
     rest = tuple(p for p in graph.parameters if p.value.name not in owned)
     return Blocked(graph.inputs, rest, tuple(body), tuple(blocks), graph.loss)
+
+
+def _class_names(kinds: list[str], reserved: Collection[str]) -> list[str]:
+    """A name for each block: that of the user's class, numbered where it is taken or means something else."""
+    taken: set[str] = {*reserved, *dir(builtins)}
+    names: list[str] = []
+    for kind in kinds:
+        name, count = kind, 1
+        while name in taken or (count > 1 and name in kinds):
+            count += 1
+            name = f"{kind}{count}"
+        taken.add(name)
+        names.append(name)
+    return names
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ import inspect
 import io
 import itertools
 import logging
+import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -84,6 +85,10 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
     """
     if precision not in COMPUTE_DTYPES:
         raise BadInput(f"precision {precision!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in COMPUTE_DTYPES.values():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise BadInput(f"{name} is {kind}, and only fp32 and bf16 parameters are trained; use model.float() first")
     leaves = batch_leaves(batch)
     nested = [str(key) for key, leaf in leaves.items() if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf)]
     if nested:
@@ -154,8 +159,14 @@ def _holds_tensors(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) or (isinstance(leaf, (tuple, list)) and any(map(_holds_tensors, leaf)))
 
 
-def forward_arguments(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What of a batch goes to `forward`: all keys that it accepts, or as many positions as it takes."""
+def forward_arguments(
+    forward: Callable[..., Any], batch: Batch, loss_fn: LossFn | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What of a batch goes to `forward`: all keys that it accepts, or as many positions as it takes.
+
+    With a `loss_fn`, positions after the first only fill parameters without a default: what is left of (x, y) after
+    forward(x, mask=None) took its own is the target. A batch that is a dict says which is which.
+    """
     parameters = inspect.signature(forward).parameters
     kinds = {p.kind for p in parameters.values()}
     if isinstance(batch, Mapping):
@@ -165,7 +176,9 @@ def forward_arguments(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return leaves, {}
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return leaves[: sum(p.kind in positional for p in parameters.values())], {}
+    takes = [p for p in parameters.values() if p.kind in positional]
+    needs = [p for p in takes if p.default is inspect.Parameter.empty]
+    return leaves[: max(1, len(needs)) if loss_fn is not None and takes else len(takes)], {}
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
@@ -176,6 +189,17 @@ def loss_of(output: Any) -> torch.Tensor | None:
     if found is None and isinstance(output, (tuple, list)):
         return next((o for o in output if isinstance(o, torch.Tensor) and o.dim() == 0), None)
     return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
+
+
+def _upcast(output: Any) -> Any:
+    """What a model returned, with its tensors of low precision in fp32: losses are taken in fp32."""
+    leaves = tree_leaves(output)
+    if isinstance(output, MutableMapping) and len(leaves) == 1 and leaves[0] is output:  # torch does not know its class
+        upcast = copy.copy(output)
+        upcast.update({key: _upcast(value) for key, value in output.items()})
+        return upcast
+    low = (torch.bfloat16, torch.float16)
+    return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype in low else t, output)
 
 
 class _Step(nn.Module):
@@ -191,7 +215,9 @@ class _Step(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
         leaves = batch_leaves(self._batch) | dict(zip(self._keys, tensors, strict=True))
         whole = leaves if isinstance(self._batch, Mapping) else tuple(leaves.values())
-        args, kwargs = forward_arguments(self.model.forward, whole)
+        if isinstance(self._batch, tuple) and hasattr(self._batch, "_fields"):  # loss_fn may ask for batch.y
+            whole = type(self._batch)(*leaves.values())
+        args, kwargs = forward_arguments(self.model.forward, whole, self._loss_fn)
 
         def low(leaf: Any) -> Any:
             is_float = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
@@ -201,8 +227,7 @@ class _Step(nn.Module):
             with contextlib.nullcontext() if self._dtype == torch.float32 else _OneDtype(self._dtype):
                 output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
             if self._loss_fn is not None:
-                if isinstance(output, torch.Tensor) and self._dtype != torch.float32:
-                    output = output.float()
+                output = _upcast(output)
                 output = self._loss_fn(output, whole if isinstance(self._batch, (Mapping, tuple, list)) else tensors[0])
         loss = loss_of(output)
         if loss is None:
@@ -253,6 +278,7 @@ class _OneDtype(TorchFunctionMode):
 
 
 TORCH_ROOT = str(Path(torch.__file__).parent)
+OWN_ROOTS = tuple(f"{Path(__file__).parent.parent / name}{os.sep}" for name in ("autopar", "passes", "costmodels"))
 
 
 class _Located(TorchFunctionMode):
@@ -266,7 +292,7 @@ class _Located(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_user_code(frame.f_code.co_filename):
-            frame = frame.f_back
+            frame = frame.f_back if frame.f_code is not _Step.forward.__code__ else None  # who called is not asked
         set_stack_trace([f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'] if frame is not None else [])
         try:
             return func(*args, **(kwargs or {}))
@@ -275,8 +301,8 @@ class _Located(TorchFunctionMode):
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a line of this file is worth naming: not torch's, and not of the code that traces."""
-    return not (file.startswith((TORCH_ROOT, "<")) or file == __file__ or file.endswith("contextlib.py"))
+    """Whether a line of this file is worth naming: not torch's, and not ours."""
+    return not (file.startswith((TORCH_ROOT, *OWN_ROOTS, "<")) or file.endswith("contextlib.py"))
 
 
 class _NoLoss(Exception):
@@ -318,13 +344,30 @@ def _traced(
     """The step on tensors of these shapes; the first dim of those in `symbols` is a symbol."""
     program = _export(step, mode, tensors, symbols)
     traced = _records(program, step.model, tuple(tensors))
+    _leaves_parameters_alone(traced.graph)
     try:
         return replace(traced, graph=functional(traced.graph))
     except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
+        _detach_blocks(program.graph_module)
         with _quiet():
             program = program.run_decompositions({})
         traced = _records(program, step.model, tuple(tensors))
         return replace(traced, graph=functional(traced.graph))
+
+
+def _detach_blocks(module: torch.fx.GraphModule) -> None:
+    """Detach what blocks of no_grad give: torch's decomposition puts their operators in place and forgets no_grad."""
+    for inner in module.modules():
+        if not isinstance(inner, torch.fx.GraphModule):
+            continue
+        for block in inner.graph.nodes:
+            if str(block.target) == "wrap_with_set_grad_enabled" and not block.args[0]:
+                for result in [user for user in block.users if isinstance(user.meta.get("val"), torch.Tensor)]:
+                    with inner.graph.inserting_after(result):
+                        detached = inner.graph.call_function(torch.ops.aten.detach.default)
+                    result.replace_all_uses_with(detached)
+                    detached.args, detached.meta = (result,), dict(result.meta)
+        inner.recompile()
 
 
 def _export(
@@ -419,7 +462,9 @@ def _records(program: ExportedProgram, model: nn.Module, keys: tuple[str | int, 
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             constant = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
             if isinstance(constant, FakeTensor):
-                raise CaptureError("a tensor made from numbers inside forward was not kept; make it a buffer")
+                raise CaptureError(
+                    "a tensor made from numbers or by .data in forward was not kept; make it a buffer, or use .detach()"
+                )
             value = _value(node.name, fake, grad=False)
             if constant.numel() <= LARGEST_LITERAL:
                 literals.append(Op(CONSTANT, (_nested(constant.tolist()),), (), (value,)))
@@ -433,7 +478,7 @@ def _records(program: ExportedProgram, model: nn.Module, keys: tuple[str | int, 
             inputs.append(_value(name, fake, grad=False))
             input_names[user[node.name]] = value_of[node.name] = name
     known = (*inputs, *(p.value for p in parameters.values()), *(op.results[0] for op in literals))
-    reader = _Reader(value_of, {v.name: v for v in known}, taken)
+    reader = _Reader(program.graph_module, value_of, {v.name: v for v in known}, taken)
     reader.ops.extend(literals)
     for node in program.graph.nodes:
         if node.op == "call_function":
@@ -496,13 +541,27 @@ def _linear(expression: Any) -> int | Size:
 # -- no operator writes in place, buffers excepted ----------------------------------------------------------------
 
 
+def _leaves_parameters_alone(graph: Graph) -> None:
+    """Raises CaptureError where forward writes into a parameter, or a view of one: ranks hold parts of it."""
+    owner = {p.value.name: p.name for p in graph.parameters if not p.buffer}
+    for op in graph.ops:
+        first = op.operands[0] if op.operands else ""
+        if first in owner and mutates(op):
+            raise CaptureError(
+                f"{op.source}: {op.target.split('.')[1]} changes the parameter {owner[first]} in place; "
+                "forward may only read parameters, so change it after the optimizer's step"
+            )
+        if first in owner and may_alias(op, graph.values[first].dtype):
+            owner |= {v.name: owner[first] for v in op.results}
+
+
 def functional(graph: Graph) -> Graph:
     """In-place operators on activations become functional; later readers read the new value.
 
     x.relu_(); y = x + 1   ->   x1 = relu(x); y = x1 + 1. Raises CaptureError where the tensor shares its memory
     with another value (a view), since other readers would then miss the change. Buffers are updated in place.
     """
-    buffers = {p.value.name for p in graph.parameters}
+    buffers = {p.value.name for p in graph.parameters if p.buffer}
     inputs = {v.name for v in graph.inputs}
     aliased: set[str] = set()
     newest: dict[str, str] = {}
@@ -522,19 +581,53 @@ def functional(graph: Graph) -> Graph:
             if first in aliased or first in inputs:
                 what = "an input of the model" if first in inputs else "a tensor that shares memory with a view"
                 raise CaptureError(f"{op.source}: {op.target} changes {what} in place; use the functional form")
-            namespace, name, overload = op.target.split(".")
-            op = replace(op, target=f"{namespace}.{name.removesuffix('_')}.{overload}")
+            op = _functional(op)
             newest |= {old: op.name for old, new in newest.items() if new == first} | {first: op.name}
         ops.append(op)
     return replace(graph, ops=tuple(ops), loss=newest.get(graph.loss, graph.loss))
 
 
-class _Reader:
-    """Turns call_function nodes into Ops; `getitem` nodes name the results of the node that they index."""
+_BLOCKS = {"wrap_with_set_grad_enabled": 0, "wrap_with_autocast": 2}  # position of `enabled`
 
-    def __init__(self, value_of: dict[str, str], values: dict[str, Value], taken: set[str]) -> None:
-        self.value_of, self.values, self.taken = value_of, values, taken
-        self.ops: list[Op] = []
+
+FUNCTIONAL = {  # where the name without its underscore is none
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.normal_.default": "aten.normal_functional.default",
+}
+
+
+def _functional(op: Op) -> Op:
+    """The operator that returns what `op` writes in place. Raises CaptureError where torch has none."""
+    namespace, name, overload = op.target.split(".")
+    target = FUNCTIONAL.get(op.target, f"{namespace}.{name.removesuffix('_')}.{overload}")
+    packet, _, overload = target.removeprefix("aten.").partition(".")
+    if namespace != "aten" or not hasattr(getattr(torch.ops.aten, packet, None), overload):
+        raise CaptureError(f"{op.source}: {name} has no form that returns a new tensor; use torch.where or arithmetic")
+    if op.target == "aten.bernoulli_.float" and op.arg(1, "p") is None:
+        return replace(op, target=target, args=(*op.args, 0.5))
+    return replace(op, target=target)
+
+
+class _Reader:
+    """Turns call_function nodes into Ops; `getitem` nodes name the results of the node that they index.
+
+    A `with` block (no_grad, autocast) comes as an operator on a graph of its own. Another reader, with `outer`, puts
+    the operators of that graph in its place, under names that are still free.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        value_of: dict[str, str],
+        values: dict[str, Value],
+        taken: set[str],
+        outer: _Reader | None = None,
+        no_grad: bool = False,
+    ) -> None:
+        self.module, self.value_of, self.values, self.taken = module, value_of, values, taken
+        self.nested, self.no_grad = outer is not None, no_grad
+        self.ops: list[Op] = outer.ops if outer is not None else []
+        self.cut: set[str] = outer.cut if outer is not None else set()  # values that have no gradient by no_grad alone
 
     def read(self, node: Node) -> None:
         fake = node.meta.get("val")
@@ -543,30 +636,81 @@ class _Reader:
             return  # a size or a number: readers take its value
         if "getitem" in target:
             return
+        if target in _BLOCKS:
+            self.inline(node, target)
+            return
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"{where(node)}: {target} is not an operator that autopar can split or repeat")
+            raise CaptureError(f"{_place(node)}: {target} is not an operator that autopar can split or repeat")
         if fake is None and not target.startswith("aten._assert"):
-            raise CaptureError(f"{where(node)}: {target} returns no tensor")
+            raise CaptureError(f"{_place(node)}: {target} returns no tensor")
         if fake is None:
             return
         try:
             self.record(node, target, fake)
         except CaptureError as error:
-            raise CaptureError(f"{where(node) or 'the loss'}: {target.split('.')[1]}: {error}") from None
+            raise CaptureError(f"{_place(node)}: {target.split('.')[1]}: {error}") from None
+
+    def inline(self, node: Node, target: str) -> None:
+        """The operators of a `with` block, in its place; what no_grad keeps from the gradient is detached behind it."""
+        at = next(i for i, arg in enumerate(node.args) if isinstance(arg, Node) and arg.op == "get_attr")
+        switch = node.args[_BLOCKS[target]]
+        (attribute, *given) = node.args[at:]
+        assert isinstance(attribute, Node)
+        block = self.module.get_submodule(str(attribute.target))
+        assert isinstance(block, torch.fx.GraphModule)
+        nodes = list(block.graph.nodes)
+        if target == "wrap_with_autocast" and switch:
+            line = next((where(inner) for inner in nodes if where(inner)), "") or _place(node)
+            raise CaptureError(f"{line}: torch.autocast: precision is chosen with precision=; remove the autocast")
+        no_grad = not switch if target == "wrap_with_set_grad_enabled" else self.no_grad
+        reader = _Reader(block, {}, self.values, self.taken, outer=self, no_grad=no_grad)
+        for placeholder, arg in zip((n for n in nodes if n.op == "placeholder"), given, strict=True):
+            read = self.arg(arg)
+            if isinstance(read, Ref):
+                reader.value_of[placeholder.name] = read.name
+        for inner in nodes:
+            if inner.op == "call_function":
+                reader.read(inner)
+        (outputs,) = nodes[-1].args
+        assert isinstance(outputs, (tuple, list))
+        for user in node.users:
+            index = user.args[1]
+            assert isinstance(index, int)
+            result = outputs[index]
+            if not isinstance(result, Node) or not isinstance(result.meta.get("val"), torch.Tensor):
+                continue
+            name = reader.value_of.get(result.name, result.name)
+            if name in reader.cut and not self.no_grad:
+                detached = replace(self.values[name], name=self.name(user.name))
+                last = next(op for op in reversed(self.ops) if name in (v.name for v in op.results))
+                self.ops.append(
+                    replace(last, target="aten.detach.default", args=(Ref(name),), kwargs=(), results=(detached,))
+                )
+                self.values[detached.name] = detached
+                name = detached.name
+            self.value_of[user.name] = name
+
+    def name(self, node: str) -> str:
+        """The value name of an fx name: the same, or a free one where a block's names may be taken."""
+        if self.nested:
+            self.value_of[node] = _unused(node, self.taken)
+        return self.value_of[node] if self.nested else node
 
     def record(self, node: Node, target: str, fake: Any) -> None:
         args = tuple(self.arg(a) for a in node.args)
         kwargs = tuple((k, self.arg(a)) for k, a in node.kwargs.items())
         reads = [self.values[name] for name in refs((*args, *(a for _, a in kwargs)))]
-        grad = target not in DETACHED and any(v.grad for v in reads)
+        flows = target not in DETACHED and any(v.grad or v.name in self.cut for v in reads)
+        grad = flows and not self.no_grad
         fakes = fake if isinstance(fake, (tuple, list)) else (fake,)
         names = {user.args[1]: user.name for user in node.users if "getitem" in str(user.target)}
+        names = {i: self.name(name) for i, name in names.items()}
         results = []
         for i, one in enumerate(fakes):
             name = (
                 names.get(i) or _unused(f"{node.name}_{i}", self.taken)
                 if isinstance(fake, (tuple, list))
-                else node.name
+                else self.name(node.name)
             )
             dtype = str(one.dtype).removeprefix("torch.")
             results.append(_value(name, one, grad=grad and dtype in FLOATS))
@@ -580,7 +724,15 @@ class _Reader:
                 self.value_of[new.name] = statistic.name
             target, args, results = "aten.batch_norm.default", (*args, False), results[:1]
         self.values |= {v.name: v for v in results}
-        self.ops.append(Op(target, args, kwargs, tuple(results), module_path(node), where(node)))
+        op = Op(
+            target, args, kwargs, tuple(results), module_path(node), where(node) or module_class(node), in_loss(node)
+        )
+        if flows and self.no_grad:
+            self.cut.update(v.name for v in results if v.dtype in FLOATS)
+            activation = any(reads[0] in made.results for made in self.ops)
+            if mutates(op) and reads[0].grad and activation:
+                raise CaptureError("under no_grad, it changes a tensor in place that has a gradient")
+        self.ops.append(op)
 
     def store(self, changed: str, buffer: Value) -> None:
         """A buffer takes its new value at the end (torch's functionalization has put the write off)."""
@@ -618,7 +770,26 @@ def module_path(node: Node) -> str:
     """The user's module path in which the node was traced."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
-    return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
+    return paths[-1].removeprefix("model").removeprefix(".") if paths and not in_loss(node) else ""
+
+
+def module_class(node: Node) -> str:
+    """The class of the module in which the node was traced."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    kind = stack[-1][1] if stack else ""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
+def in_loss(node: Node) -> bool:
+    """Whether the node was traced in loss_fn, outside the model."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return bool(stack) and not any(entry[0].split(".")[0] == "model" for entry in stack.values())
+
+
+def _place(node: Node) -> str:
+    """Where the node was traced, as an error names it."""
+    module = f"{module_path(node)} ({module_class(node)})" if module_path(node) else "the model's own forward"
+    return where(node) or ("loss_fn" if in_loss(node) else module)
 
 
 def where(node: Node) -> str:

@@ -45,7 +45,7 @@ def words(region: LocalRegion, variant: Variant) -> str:
     for statement in region.statements:
         if isinstance(statement, LocalOp) and statement.rule is not None:
             op = statement.op
-            leaf = op.module.rpartition(".")[2] or "loss"
+            leaf = op.module.rpartition(".")[2] or ("loss" if op.in_loss else op.target.split(".")[1])
             name = op.target.split(".")[1] if leaf.isdigit() else leaf
             heavy = statement.rule.flop(statement.site)[0] > 0 or statement.strategy.form
             if heavy:

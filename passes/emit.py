@@ -20,6 +20,7 @@ from passes.lower import LocalCall, LocalOp, LocalRegion, Lowered, Reshard
 from passes.placements import I, P, Placement, S, is_even, kind, local_shape
 from passes.rules.loss import VOCABULARY
 from passes.rules.matmul import BIAS_ONCE
+from passes.rules.randomness import draws
 from passes.spelling import Speller, Text
 
 WIDTH = 118
@@ -122,7 +123,7 @@ class _Names:
         self.taken.discard(self.live[value])
 
 
-RESERVED = frozenset(("self", "torch", "F", "ROWS", "checkpoint", "block", "number", *RUNTIME))
+RESERVED = frozenset(("self", "torch", "F", "ROWS", "PROGRAM", "Model", "block", "number", *RUNTIME))
 
 
 def attribute(path: str) -> str:
@@ -153,6 +154,8 @@ class _Body:
     emission: Emission
     lines: list[str] = field(default_factory=list)
     texts: dict[str, Text] = field(default_factory=dict)
+    inlined: dict[str, set[str]] = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)  # values whose name is settled
 
     def __post_init__(self) -> None:
         self.names = _Names(set(RESERVED))
@@ -188,6 +191,11 @@ class _Body:
         self.texts[value] = Text(name)
         return name
 
+    def bind_arguments(self, names: Mapping[str, str]) -> None:
+        self.names.taken.update(names.values())
+        self.names.live.update(names)
+        self.texts |= {value: Text(name) for value, name in names.items()}
+
     def write(self) -> None:
         for i, statement in enumerate(self.region.statements):
             following = self.region.statements[i + 1] if i + 1 < len(self.region.statements) else None
@@ -204,7 +212,7 @@ class _Body:
             return
         self.free(i, statement)
         if isinstance(statement, LocalOp) and mutates(statement.op):
-            self.lines.append(text.source)
+            self.lines.append(self.guard(statement, text.source))
             return
         names = [self.names.give(r, self.like(statement, r)) for r in results]
         for result, name in zip(results, names, strict=True):
@@ -231,11 +239,11 @@ class _Body:
 
     def may_inline(self, statement: LocalOp | Reshard, following: object, result: str, text: Text) -> bool:
         """Whether the only reader comes next and the line stays short."""
-        if isinstance(statement, LocalOp) and (self.is_random(statement) or mutates(statement.op)):
+        if isinstance(statement, LocalOp) and (draws(statement.op) or mutates(statement.op)):
             return False
         if following is None or isinstance(following, LocalCall) or result not in _reads(following):
             return False
-        if isinstance(following, LocalOp) and self.is_random(following):
+        if isinstance(following, LocalOp) and draws(following.op):
             return False
         return len(text.source) < 64
 
@@ -252,9 +260,6 @@ class _Body:
                     if root in self.names.live and root not in self.region.outputs:
                         self.names.drop(root)
 
-    inlined: dict[str, set[str]] = field(default_factory=dict)
-    called: dict[str, str] = field(default_factory=dict)  # values whose name is settled
-
     def roots(self, name: str) -> set[str]:
         """The named values that the text of `name` mentions for the last time."""
         return self.inlined.get(name, {name})
@@ -267,15 +272,9 @@ class _Body:
             return f"{note}, {local.placement} over {self.axis}"
         return f"{note}, partial over {self.axis}" if local.placement is P else note
 
-    def is_random(self, statement: LocalOp) -> bool:
-        op = statement.op
-        if statement.rule is None or not statement.rule.random:
-            return False
-        return op.target.split(".")[1] != "scaled_dot_product_attention" or op.arg(4, "dropout_p", 0.0) != 0.0
-
     def guard(self, statement: LocalOp | Reshard, line: str) -> str:
         """Random operators run under a seed of their own."""
-        if not isinstance(statement, LocalOp) or not self.is_random(statement):
+        if not isinstance(statement, LocalOp) or not draws(statement.op):
             return line
         self.sites += 1
         axes = f', axes=("{self.axis}",)' if statement.strategy.split and self.ranks > 1 else ""
@@ -317,6 +316,11 @@ class _Body:
 
     def reshard(self, statement: Reshard) -> Text:
         x = self.value(statement.value.name).source
+        if statement.value.dtype.startswith("complex"):  # which not every backend communicates
+            return Text(f"torch.view_as_complex({self.resharded(statement, f'torch.view_as_real({x})').source})")
+        return self.resharded(statement, x)
+
+    def resharded(self, statement: Reshard, x: str) -> Text:
         source, target = statement.source, statement.target
         pair = kind(source) + kind(target)
         axis = f'axis="{self.axis}"'
@@ -486,10 +490,10 @@ def _model_class(lowered: Lowered, emission: Emission) -> str:
             for parameter in block.parameters:
                 init += [f'self.alias("{path}.{other}", "{path}.{parameter.name}")' for other in parameter.names[1:]]
     methods = [_method("__init__", [], init)]
-    names = [spec.name for spec in emission.inputs]
+    arguments = _arguments(emission)
     if emission.normalizers:
-        methods.append(_normalizers(lowered, emission, names))
-    methods.append(_forward(lowered, emission))
+        methods.append(_normalizers(lowered, emission, arguments))
+    methods.append(_forward(lowered, emission, arguments))
     loss = lowered.loss_placement
     says = "Gives this microbatch's share of the loss" + (f", a partial sum over {axis.name}." if loss is P else ".")
     return "class Model(ShardedModule):\n" + indent(f'"""{says}"""\n\n' + "\n\n".join(methods), "    ")
@@ -520,8 +524,16 @@ def _containers(lowered: Lowered) -> list[str]:
     return lines
 
 
-def _normalizers(lowered: Lowered, emission: Emission, names: list[str]) -> str:
-    texts = {name: Text(name) for name in names}
+def _arguments(emission: Emission) -> dict[str, str]:
+    """How the model's methods call each input and, after them, each normalizer."""
+    names = _Names(set(RESERVED))
+    return {value: names.give(value) for value in (*(spec.name for spec in emission.inputs), *emission.normalizers)}
+
+
+def _normalizers(lowered: Lowered, emission: Emission, arguments: Mapping[str, str]) -> str:
+    given = {spec.name: arguments[spec.name] for spec in emission.inputs}
+    names = list(given.values())
+    texts = {value: Text(name) for value, name in given.items()}
     texts |= {p.value.name: Text(tensor(p.name)) for p in lowered.program.parameters}
     speller = Speller(lambda name: texts[name], f"{names[0]}.device")
     taken = _Names(set(RESERVED) | set(names))
@@ -535,13 +547,12 @@ def _normalizers(lowered: Lowered, emission: Emission, names: list[str]) -> str:
     return _method("normalizers", names, lines)
 
 
-def _forward(lowered: Lowered, emission: Emission) -> str:
+def _forward(lowered: Lowered, emission: Emission, given: Mapping[str, str]) -> str:
     program, region = lowered.program, lowered.root
     body = _Body(region, lowered, emission)
     body.bind_parameters({p.value.name: p.name for p, _ in region.parameters})
-    arguments = []
-    for name in (*(spec.name for spec in emission.inputs), *emission.normalizers):
-        arguments.append(body.bind_input(name, name))
+    arguments = list(given.values())
+    body.bind_arguments(given)
     body.device = f"{arguments[0]}.device"
     statements = region.statements
     calls = [s for s in statements if isinstance(s, LocalCall)]
@@ -578,17 +589,16 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
     arguments = [body.value(a).source for a in first.args]
     last = statements[end - 1]
     assert isinstance(last, LocalCall)
-    for position in range(start, end):
-        for name in set(_reads(statements[position])):
-            if body.last[name] == position and name in body.names.live and name not in body.region.outputs:
-                body.names.drop(name)
-    carried = body.names.live.get(first.args[0]) if count > 1 and first.args else None
     outputs = [v.name for v in last.results]
-    if count == 1:
-        bound = [body.names.give(o, "x" if k == 0 else o) for k, o in enumerate(outputs)]
-    else:
-        assert carried is not None and len(outputs) == 1
-        bound = [body.names.give(outputs[0], "x")]
+    carried = _carried_position(first, statements[start + 1]) if count > 1 else 0
+    ended = {a for s in statements[start:end] for a in _reads(s) if body.last[a] < end and a in body.names.live}
+    ended -= {*body.region.outputs}
+    again = {a for i, a in enumerate(first.args) if i != carried} if count > 1 else set()  # read in every turn
+    for value in ended - again:
+        body.names.drop(value)
+    bound = [body.names.give(o, "x" if k == 0 else o) for k, o in enumerate(outputs)]
+    for value in ended & again:
+        body.names.drop(value)
     for output, name in zip(outputs, bound, strict=True):
         body.texts[output] = Text(name)
     target = ", ".join(bound)
@@ -598,13 +608,12 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
         layer = f"{layers}[{numbers[0]}]"
         body.lines.append(f"{target} = {_called(layer, arguments, saved > 0)}")
         return end
-    position = _carried_position(body, statements, start, end)
-    if target != arguments[position]:
-        body.lines.append(f"{target} = {arguments[position]}")
-        arguments[position] = target
+    if target != arguments[carried]:
+        body.lines.append(f"{target} = {arguments[carried]}")
+        arguments[carried] = target
     # where not every child is a layer, or the container is the model itself, it is no list
     alone = container and list(_numbers(blocks)[container]) == list(range(_children(body.lowered.program, container)))
-    for part, again in ((numbers[:saved], True), (numbers[saved:], False)):
+    for part, recomputes in ((numbers[:saved], True), (numbers[saved:], False)):
         if not part:
             continue
         span = range(part[0], part[-1] + 1)
@@ -615,7 +624,7 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
             layer = "block"
             cut = "" if len(span) == len(_numbers(blocks)[container]) else f"[{span.start}:{span.stop}]"
             body.lines.append(f"for block in {layers}{cut}:")
-        body.lines.append(f"    {target} = {_called(layer, arguments, again)}")
+        body.lines.append(f"    {target} = {_called(layer, arguments, recomputes)}")
     return end
 
 
@@ -630,9 +639,9 @@ def _children(program: Blocked, container: str) -> int:
     return len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
 
 
-def _carried_position(body: _Body, statements: tuple[object, ...], start: int, end: int) -> int:
-    first, second = statements[start], statements[start + 1]
-    assert isinstance(first, LocalCall) and isinstance(second, LocalCall)
+def _carried_position(first: LocalCall, second: object) -> int:
+    """Which argument of a layer in a loop is what the layer before gave."""
+    assert isinstance(second, LocalCall)
     return second.args.index(first.results[0].name)
 
 

@@ -100,7 +100,8 @@ class Op:
     kwargs: tuple[tuple[str, Arg], ...]
     results: tuple[Value, ...]
     module: str = ""  # the user's module path
-    source: str = ""  # the user's file and line
+    source: str = ""  # the user's file and line, or the class of a module that is torch's own
+    in_loss: bool = False  # traced in loss_fn, outside the model
 
     @property
     def name(self) -> str:
@@ -128,6 +129,15 @@ def refs(arg: Arg) -> Iterator[str]:
     elif isinstance(arg, tuple):
         for inner in arg:
             yield from refs(inner)
+
+
+def leaves(arg: Arg) -> Iterator[Arg]:
+    """Every argument in an argument that is no tuple, depth first."""
+    if isinstance(arg, tuple):
+        for inner in arg:
+            yield from leaves(inner)
+    else:
+        yield arg
 
 
 def map_arg(arg: Arg, change: Callable[[Arg], Arg]) -> Arg:

@@ -23,7 +23,8 @@ from math import prod
 import torch
 
 from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Ref, Rows, Size, Value, map_op, mutates
-from passes.interpret import call, is_random, may_alias, schema
+from passes.interpret import call, may_alias, schema
+from passes.rules.randomness import draws
 
 LARGEST_MASK = 2**28  # elements of a constant mask that is looked at (1 byte each)
 
@@ -85,11 +86,13 @@ _CASTS = frozenset(
     ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default", "aten.type_as.default")
 )
 _FRESH = {
-    "aten.new_zeros.default": "zeros",
-    "aten.new_ones.default": "ones",
-    "aten.new_full.default": "full",
-    "aten.zeros_like.default": "zeros",
-    "aten.ones_like.default": "ones",
+    "aten.new_empty.default": "aten.empty.memory_format",
+    "aten.new_zeros.default": "aten.zeros.default",
+    "aten.new_ones.default": "aten.ones.default",
+    "aten.new_full.default": "aten.full.default",
+    "aten.empty_like.default": "aten.empty.memory_format",
+    "aten.zeros_like.default": "aten.zeros.default",
+    "aten.ones_like.default": "aten.ones.default",
 }
 _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 
@@ -111,7 +114,9 @@ def without_noops(graph: Graph) -> Graph:
             return tuple(
                 Same(result.name, name)
                 if values[name].shape == result.shape
-                else Op("aten.expand.default", (Ref(name), result.shape), (), (result,), op.module, op.source)
+                else Op(
+                    "aten.expand.default", (Ref(name), result.shape), (), (result,), op.module, op.source, op.in_loss
+                )
                 for name, result in zip(op.operands, op.results, strict=True)
             )
         if op.target == "aten.cat.default" and isinstance(op.args[0], tuple):  # a cache starts with an empty tensor
@@ -123,12 +128,12 @@ def without_noops(graph: Graph) -> Graph:
             return _copied(op, values)
         made = _FRESH.get(op.target)
         if made is not None:  # x gives only its dtype and device
-            fill = (op.arg(2),) if made == "full" else ()
+            fill = (op.arg(2),) if made == "aten.full.default" else ()
             kwargs: tuple[tuple[str, Arg], ...] = (
                 ("dtype", Atom(f"torch.{op.results[0].dtype}")),
                 ("device", Atom("device")),
             )
-            return (replace(op, target=f"aten.{made}.default", args=(op.results[0].shape, *fill), kwargs=kwargs),)
+            return (replace(op, target=made, args=(op.results[0].shape, *fill), kwargs=kwargs),)
         neutral = _NEUTRAL.get(op.target)
         if op.target == "aten.clone.default" and first.name in moving:
             return (op,)
@@ -136,7 +141,7 @@ def without_noops(graph: Graph) -> Graph:
             return (Same(op.name, first.name),)
         if op.target in _CASTS:
             cast = Op("aten.to.dtype", (Ref(first.name), Atom(f"torch.{op.results[0].dtype}")), (), op.results)
-            return (replace(cast, module=op.module, source=op.source),)
+            return (replace(cast, module=op.module, source=op.source, in_loss=op.in_loss),)
         if op.target == "aten.native_dropout.default" and op.arg(1) == 0.0:
             return (Same(op.name, first.name),)
         if op.target in ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default") and (
@@ -164,11 +169,15 @@ def _copied(op: Op, values: dict[str, Value]) -> tuple[Op | Same, ...]:
     ops: list[Op] = []
     if source.dtype != result.dtype:
         cast = replace(source, name=f"{result.name}_cast", dtype=result.dtype)
-        ops.append(Op("aten.to.dtype", (Ref(source.name), Atom(f"torch.{result.dtype}")), (), (cast,)))
+        args = (Ref(source.name), Atom(f"torch.{result.dtype}"))
+        ops.append(Op("aten.to.dtype", args, (), (cast,), op.module, op.source, op.in_loss))
         source = cast
     if source.shape == result.shape:
         return (*ops, Same(result.name, source.name))
-    return (*ops, Op("aten.expand.default", (Ref(source.name), result.shape), (), (result,), op.module, op.source))
+    return (
+        *ops,
+        Op("aten.expand.default", (Ref(source.name), result.shape), (), (result,), op.module, op.source, op.in_loss),
+    )
 
 
 _SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
@@ -197,7 +206,7 @@ def with_joined_slices(graph: Graph) -> Graph:
         def part(source: str, target: str, args: tuple[Arg, ...], length: int, suffix: str) -> None:
             shape = (*result.shape[:dim], length, *result.shape[dim + 1 :])
             made = replace(values[source], name=f"{result.name}_{suffix}", shape=shape)
-            ops.append(Op(target, (Ref(source), dim, *args), (), (made,), op.module, op.source))
+            ops.append(Op(target, (Ref(source), dim, *args), (), (made,), op.module, op.source, op.in_loss))
             parts.append(Ref(made.name))
 
         if first > 0:
@@ -208,7 +217,7 @@ def with_joined_slices(graph: Graph) -> Graph:
             parts.append(Ref(new))
         if last < size:
             part(old, "aten.slice.Tensor", (last, size), size - last, "after")
-        joined = Op("aten.cat.default", (tuple(parts), dim), (), op.results, op.module, op.source)
+        joined = Op("aten.cat.default", (tuple(parts), dim), (), op.results, op.module, op.source, op.in_loss)
         return (*ops, joined)
 
     return substitute(graph, into)
@@ -228,7 +237,7 @@ def constants(graph: Graph) -> frozenset[str]:
     variable = {v.name for v in graph.inputs} | {p.value.name for p in graph.parameters}
     found: set[str] = set()
     for op in graph.ops:
-        if all(name in found for name in op.operands) and not mutates(op) and not is_random(op):
+        if all(name in found for name in op.operands) and not mutates(op) and not draws(op):
             found |= {v.name for v in op.results} - variable
     return frozenset(found)
 
@@ -369,7 +378,8 @@ CLASS_LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss.default": 3
 
 def with_summed_losses(graph: Graph) -> Graph:
     """Means over the rows of the batch become sums divided by a count; losses of low precision are taken in fp32."""
-    values = graph.values
+    values = dict(graph.values)
+    widened: set[str] = set()  # losses that are fp32 now
 
     def rows_of(size: int | Size) -> int | None:
         """The elements per row, where a size is a multiple of the batch."""
@@ -392,6 +402,8 @@ def with_summed_losses(graph: Graph) -> Graph:
         at = ELEMENTWISE_LOSSES.get(op.target, CLASS_LOSSES.get(op.target))
         if at is not None:
             ops, op = _in_fp32(op, values)
+            if op.results[0].dtype != result.dtype:
+                widened.add(result.name)
             result = op.results[0]
             if op.arg(at, "reduction", MEAN) != MEAN:
                 return (*ops, op)
@@ -403,7 +415,9 @@ def with_summed_losses(graph: Graph) -> Graph:
             per_row = divisor(shape if op.target in ELEMENTWISE_LOSSES else (shape[0], *shape[2:]))
             if per_row is None:
                 return (*ops, op)
-            divide = Op("aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source)
+            divide = Op(
+                "aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source, op.in_loss
+            )
             return (*ops, summed, divide)
         if op.target in ("aten.mean.default", "aten.mean.dim"):
             shape = values[op.operands[0]].shape
@@ -416,24 +430,68 @@ def with_summed_losses(graph: Graph) -> Graph:
                 summed = replace(op, target=target, results=(total,))
                 return (
                     summed,
-                    Op("aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source),
+                    Op(
+                        "aten.div.Scalar",
+                        (Ref(total.name), Rows(per_row)),
+                        (),
+                        (result,),
+                        op.module,
+                        op.source,
+                        op.in_loss,
+                    ),
                 )
         return (op,)
 
-    return substitute(graph, into)
+    return _with_dtypes(substitute(graph, into), widened)
+
+
+def _with_dtypes(graph: Graph, changed: set[str]) -> Graph:
+    """What is computed of the values in `changed`, which have another dtype than before, gets the dtype it now has."""
+    if not changed:
+        return graph
+    known = dict(graph.at(2).values)
+    ops: list[Op] = []
+    for op, sized in zip(graph.ops, graph.at(2).ops, strict=True):
+        if any(name in changed for name in op.operands):
+            tensors = {
+                name: torch.empty(known[name].sizes, dtype=getattr(torch, known[name].dtype), device="meta")
+                for name in op.operands
+            }
+            dtypes = [str(t.dtype).removeprefix("torch.") for t in call(sized, tensors, device="meta")]
+            changed |= {v.name for v, dtype in zip(op.results, dtypes, strict=True) if v.dtype != dtype}
+            op = replace(op, results=tuple(replace(v, dtype=d) for v, d in zip(op.results, dtypes, strict=True)))
+            known |= {v.name: replace(v, dtype=d) for v, d in zip(sized.results, dtypes, strict=True)}
+        else:
+            known |= {v.name: v for v in sized.results}
+        ops.append(op)
+    return replace(graph, ops=tuple(ops))
 
 
 def _in_fp32(op: Op, values: dict[str, Value]) -> tuple[tuple[Op, ...], Op]:
-    """Casts of the low-precision operands of a loss, and the loss on them."""
-    casts: dict[str, Op] = {}
-    for name in op.operands:
-        if values[name].dtype in ("bfloat16", "float16") and name not in casts:
-            wide = replace(values[name], name=f"{name}_fp32", dtype="float32")
-            casts[name] = Op("aten.to.dtype", (Ref(name), Atom("torch.float32")), (), (wide,), op.module, op.source)
-    op = map_op(op, lambda a: Ref(casts[a.name].name) if isinstance(a, Ref) and a.name in casts else a)
-    if casts:
+    """Casts of the low-precision operands of a loss, and the loss on them. A cast joins `values`, and is made once."""
+    wide: dict[str, str] = {}
+    casts: list[Op] = []
+    for name in dict.fromkeys(op.operands):
+        if values[name].dtype in ("bfloat16", "float16"):
+            wide[name] = f"{name}_fp32"
+            if wide[name] not in values:
+                cast = replace(values[name], name=wide[name], dtype="float32")
+                casts.append(
+                    Op(
+                        "aten.to.dtype",
+                        (Ref(name), Atom("torch.float32")),
+                        (),
+                        (cast,),
+                        op.module,
+                        op.source,
+                        op.in_loss,
+                    )
+                )
+                values[cast.name] = cast
+    op = map_op(op, lambda a: Ref(wide.get(a.name, a.name)) if isinstance(a, Ref) else a)
+    if wide:
         op = replace(op, results=tuple(replace(v, dtype="float32") for v in op.results))
-    return tuple(casts.values()), op
+    return tuple(casts), op
 
 
 def _counted(op: Op, total: Value, result: Value, values: dict[str, Value]) -> tuple[Op, ...]:
@@ -444,7 +502,7 @@ def _counted(op: Op, total: Value, result: Value, values: dict[str, Value]) -> t
 
     def step(kind: str, args: tuple[Arg, ...], suffix: str, shape: tuple[int | Size, ...], dtype: str) -> Op:
         value = Value(f"{name}_{suffix}", shape, dtype, grad=False)
-        return Op(kind, args, (), (value,), op.module, op.source)
+        return Op(kind, args, (), (value,), op.module, op.source, op.in_loss)
 
     valid = step("aten.ne.Scalar", (Ref(target.name), ignored), "valid", target.shape, "bool")
     if len(op.operands) == 2:
@@ -461,7 +519,7 @@ def _counted(op: Op, total: Value, result: Value, values: dict[str, Value]) -> t
         counted = [valid, index, column, weights, flat, masked]
     last = counted[-1].results[0]
     count = step("aten.sum.default", (Ref(last.name),), "count", (), "int64" if last.dtype == "bool" else last.dtype)
-    divide = Op("aten.div.Tensor", (Ref(total.name), Ref(count.name)), (), (result,), op.module, op.source)
+    divide = Op("aten.div.Tensor", (Ref(total.name), Ref(count.name)), (), (result,), op.module, op.source, op.in_loss)
     return (*counted, count, divide)
 
 

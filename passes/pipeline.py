@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from passes.batch import batch_info, split_prologue
 from passes.blocks import Blocked, Call, block
 from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
 from passes.describe import alternatives, block_plans, collective_uses, headline
-from passes.emit import Emission, InputSpec, emit
-from passes.graph import Op, Size
+from passes.emit import RESERVED, Emission, InputSpec, emit
+from passes.flop import flop
+from passes.graph import FLOATS, Graph, Op, Size, Value
 from passes.lower import LocalOp
 from passes.normalize import normalize, repeated_names
 from passes.placements import S
@@ -43,7 +43,7 @@ from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.search import Search
 from passes.state import Pass, State, Task, made, run
-from passes.step import OPTIMIZERS, Problem
+from passes.step import OPTIMIZER_COSTS, Problem
 
 # -- the passes: each takes the state and returns a new one -----------------------------------------------------------
 
@@ -58,7 +58,52 @@ def capture_(state: State) -> State:
 def normalize_(state: State) -> State:
     state.progress("normalizing the graph")
     graph, notes = normalize(made(state.graph, "the graph"))
+    graph = with_settled_gradients(graph)
+    for p in graph.parameters:
+        if not p.buffer and is_complex(p.value):
+            raise BadInput(f"parameter {p.name} is complex, which is not supported; keep its real and imaginary parts")
+    if not any(p.value.grad for p in graph.parameters):
+        raise BadInput(f"no parameter of {state_name(state)} that requires a gradient reaches the loss")
     return replace(state, graph=graph, notes=state.notes + notes)
+
+
+def with_settled_gradients(graph: Graph) -> Graph:
+    """Marks what a gradient flows into: nothing behind a detach or a frozen parameter; complex values as all others.
+
+    A parameter from which no gradient comes, since it is read behind a detach only, counts as frozen.
+    """
+    carrying = {p.value.name for p in graph.parameters if p.value.grad}
+    unseen: set[str] = set()  # complex values and what is made of them, which the capture does not mark
+    for op in graph.ops:
+        name = op.target.split(".")[1]
+        stops = name == "detach" or name.endswith("_like") or name.startswith("new_")
+        flows = not stops and any(name in carrying for name in op.operands)
+        behind = flows and any(name in unseen for name in op.operands)
+        for v in op.results:
+            if flows and (v.grad or is_complex(v) or (behind and v.dtype in FLOATS)):
+                carrying.add(v.name)
+                unseen |= set() if v.grad else {v.name}
+
+    reached = {graph.loss}
+    for op in reversed(graph.ops):
+        if any(v.name in reached and v.name in carrying for v in op.results):
+            reached.update(op.operands)
+
+    parameters = tuple(
+        replace(p, value=replace(p.value, grad=p.value.grad and p.value.name in reached)) for p in graph.parameters
+    )
+    trained = {p.value.name for p in parameters if p.value.grad}
+    ops: list[Op] = []
+    for op in graph.ops:
+        flows = any(name in trained for name in op.operands)
+        results = tuple(replace(v, grad=flows and v.name in carrying) for v in op.results)
+        trained.update(v.name for v in results if v.grad)
+        ops.append(replace(op, results=results))
+    return replace(graph, parameters=parameters, ops=tuple(ops))
+
+
+def is_complex(value: Value) -> bool:
+    return value.dtype.startswith("complex")
 
 
 def batch_(state: State) -> State:
@@ -78,7 +123,7 @@ def blocks_(state: State) -> State:
     classes = {
         name: type(m).__name__ for name, m in state.task.model.named_modules() if name.rpartition(".")[2].isdigit()
     }
-    return replace(state, blocked=block(made(state.graph, "the graph"), classes))
+    return replace(state, blocked=block(made(state.graph, "the graph"), classes, RESERVED))
 
 
 def search_(state: State) -> State:
@@ -216,11 +261,13 @@ def compile_model(
     """
     if precision not in COMPUTE_DTYPES:
         raise BadInput(f"precision {precision!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
-    if optimizer not in OPTIMIZERS:
-        raise BadInput(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZERS)}")
+    if optimizer not in OPTIMIZER_COSTS:
+        raise BadInput(f"optimizer {optimizer!r} is not known; use one of {', '.join(OPTIMIZER_COSTS)}")
     if memory_limit_gib is not None:
         cluster = cluster.with_memory_limit(int(memory_limit_gib * 2**30))
     rows = next((t.shape[0] for t in batch_leaves(batch).values() if isinstance(t, torch.Tensor) and t.dim()), 1)
+    if not rows:
+        raise BadInput("the batch has no rows")
     if global_batch is not None and global_batch < 1:
         raise BadInput(f"a global batch of {global_batch} rows is not possible; it must be positive")
     started = time.monotonic()
@@ -259,7 +306,7 @@ def problem_of(state: State) -> Problem:
 
 
 def frozen(state: State) -> frozenset[str]:
-    """Full names of parameters that get no gradient: frozen by the user, or never read."""
+    """Full names of parameters that get no gradient: frozen by the user, never read, or read behind a detach."""
     return frozenset(name for name, p in made(state.blocked, "the blocks").all_parameters() if not p.value.grad) | {
         p.name for p in unread(state)
     }
@@ -308,8 +355,9 @@ def plan_of(state: State) -> Plan:
     cluster = task.cluster
     program: Blocked = made(state.blocked, "the blocks")
     parameters = [(n, p) for n, p in program.all_parameters() if not p.buffer]
-    total = sum(prod(p.value.sizes) for _, p in parameters)
-    trained = sum(prod(p.value.sizes) for n, p in parameters if n not in frozen(state))
+    total = sum(p.value.elements for _, p in parameters)
+    still = frozen(state)
+    trained = sum(p.value.elements for name, p in parameters if name not in still)
     used = pair.dp * pair.tp
     tokens = task.global_batch * (captured.seq_len or 1)
     blocks = block_plans(variant)
@@ -392,8 +440,7 @@ def model_flop(program: Blocked, rows: int) -> float:
     total = 0
 
     def of(op: Op, values: Mapping[str, Any]) -> int:
-        rule = rule_of(op.target)
-        return sum(rule.flop(Site(op, tuple(values[n] for n in op.operands)))) if rule is not None else 0
+        return sum(flop(Site(op, tuple(values[n] for n in op.operands)), rule_of(op.target)))
 
     for statement in small.body:
         if isinstance(statement, Op):

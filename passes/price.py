@@ -10,6 +10,7 @@ from math import prod
 from costmodels.cluster import Cluster
 from costmodels.collectives import Collective, Group, collective_seconds
 from costmodels.operators import OperatorClass, operator_seconds
+from passes.flop import flop
 from passes.graph import DTYPE_BYTES, Value
 from passes.placements import Placement, collectives, local_shape
 from passes.rules.base import Rule, Site, Strategy
@@ -81,16 +82,17 @@ def least_op_seconds(site: Site, rule: Rule | None, axis: Axis) -> Seconds:
 def _local_seconds(site: Site, rule: Rule | None, moved_in: float, moved_out: float, share: int, axis: Axis) -> Seconds:
     """One of `share` equal parts of an operator, that reads and writes so many bytes in its forward."""
     device = axis.cluster.device
-    kind = rule.cost if rule is not None else OperatorClass.OTHER
-    flop_forward, flop_backward = rule.flop(site) if rule is not None else (0, 0)
+    flop_forward, flop_backward = flop(site, rule)
+    # what is counted without a rule are products
+    kind = rule.cost if rule is not None else OperatorClass.MATMUL if flop_forward else OperatorClass.OTHER
     dtype = DTYPE_NAMES.get(site.results[0].dtype, "fp32") if site.results else "fp32"
     tiles = None
     if kind is OperatorClass.ATTENTION:
         query = site.operands[0].sizes
         tiles = max(1, prod(query[:-2]) * -(-query[-2] // 128) // share)
 
-    def one(flop: float, moved: float) -> float:
-        return operator_seconds(kind, flop / share, moved, dtype, device, attention_tiles=tiles)
+    def one(work: float, moved: float) -> float:
+        return operator_seconds(kind, work / share, moved, dtype, device, attention_tiles=tiles)
 
     trained = any(v.grad for v in site.operands)
     # the backward reads the gradient of the result and what was saved, and writes the gradients of the operands

@@ -90,14 +90,16 @@ def numbered(op: Op) -> Op:
     """The operator with its operands and results named by their position, of no module."""
     numbers = {name: str(i) for i, name in enumerate(dict.fromkeys(op.operands))}
     results = tuple(replace(v, name=f"r{i}") for i, v in enumerate(op.results))
-    return replace(map_op(op, lambda arg: _named(arg, numbers)), results=results, module="")
+    return replace(map_op(op, lambda arg: _named(arg, numbers)), results=results, module="", in_loss=False)
 
 
 def renamed(partner: Op, op: Op) -> Op:
     """The twin's numbered operator under the names of `op`."""
     names = {str(i): name for i, name in enumerate(dict.fromkeys(op.operands))}
     results = tuple(replace(v, name=own.name) for v, own in zip(partner.results, op.results, strict=True))
-    return replace(map_op(partner, lambda arg: _named(arg, names)), results=results, module=op.module)
+    return replace(
+        map_op(partner, lambda arg: _named(arg, names)), results=results, module=op.module, in_loss=op.in_loss
+    )
 
 
 def _named(arg: Arg, names: dict[str, str]) -> Arg:

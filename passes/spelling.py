@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 import torch
+import torch.nn.functional as F
 
 from passes.graph import CONSTANT, Arg, Atom, Op, Ref, Rows, Size
 from passes.interpret import schema
@@ -187,9 +188,27 @@ class Speller:
         if name == "batch_norm":
             x, weight, bias, mean, variance, *how = args
             return Text(f"F.batch_norm({self.arguments((x, mean, variance, weight, bias, *how[:3]))})")
-        if hasattr(torch, name) and not name.startswith("_") and name != "index_put":  # which takes no None there
+        declared = [a.name for a in schema(op).arguments]
+        if "reduction" in declared and hasattr(F, name):
+            return self.loss(op, name, declared)
+        if (
+            callable(getattr(torch, name, None)) and not name.startswith("_") and name != "index_put"
+        ):  # which takes no None there
             return Text(f"torch.{name}({self.arguments(args, kwargs)})")
         return Text(f"torch.ops.{op.target}({self.arguments(args, kwargs)})")
+
+    def loss(self, op: Op, name: str, declared: list[str]) -> Text:
+        """With its reduction always written out: the defaults of ATen, torch and F differ."""
+        tensors = next((i for i, a in enumerate(op.args) if not isinstance(a, Ref)), len(op.args))
+        named = dict((*zip(declared[tensors:], op.args[tensors:], strict=False), *op.kwargs))
+        reduction = op.arg(declared.index("reduction"), "reduction", REDUCTIONS.index("mean"))
+        assert isinstance(reduction, int), f"a reduction of {reduction}"
+        given = [f"{k}={self.arg(a)}" for k, a in named.items() if k != "reduction" and a is not None]
+        given = [*map(self.arg, op.args[:tensors]), *given]
+        if name == "kl_div":  # F warns of its mean
+            return Text(f"torch.kl_div({', '.join((*given, f'reduction={reduction}'))})")
+        given.append(f"reduction={self.arg(REDUCTIONS[reduction])}")
+        return Text(f"F.{name}({', '.join(given)})")
 
     def operand(self, arg: Arg) -> str:
         return self.value(arg.name).tight if isinstance(arg, Ref) else self.arg(arg)

@@ -84,7 +84,7 @@ def test_rows_that_are_not_the_first_dim_are_cut_in_blocks_when_merged():
 )
 def test_rows_are_mixed_by(target, args, shape):
     assert one_op(target, *args, shape=shape).coupled.startswith(
-        f"{target.partition('.')[0]} in the loss () mixes the rows"
+        f"{target.partition('.')[0]} in the model's own forward () mixes the rows"
     )
 
 
@@ -124,8 +124,40 @@ def test_a_sum_of_what_is_trained_cannot_be_taken_first():
 
     assert (
         coupled_by(loss_fn)
-        == f"div in the loss ({line_of(loss_fn)}) needs the sum over all rows of sum_2, which is trained"
+        == f"the loss is not a sum or mean over rows because of div in loss_fn ({line_of(loss_fn)}), "
+        "which needs the sum over all rows of sum_2 first"
     )
+
+
+def test_weights_of_classes_may_be_a_buffer_but_no_frozen_parameter():
+    def compute(self: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.a(x), x[:, 0].long(), weight=self.w)
+
+    def analysed_with(w: Tensor) -> BatchInfo:
+        return analysed(Small(compute, a=linear(), w=w), BATCH)[1]
+
+    assert analysed_with(torch.ones(3)).normalizers == ("cross_entropy_loss_count",)
+    why = analysed_with(nn.Parameter(torch.ones(3), requires_grad=False)).coupled
+    assert why.endswith("which reads a frozen parameter; make it a buffer")
+
+
+def test_modules_of_torch_are_named_by_path_and_class():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Flatten(0), nn.Softmax(0))
+    why = analysed(model, (BATCH["x"],), lambda o, b: o.sum())[1].coupled
+    assert why == "softmax in 2 (Softmax) mixes the rows of a batch"
+
+
+def test_a_loss_that_is_a_module_is_the_loss():
+    class Spread(nn.Module):
+        def forward(self, o: Tensor, b: Any) -> Tensor:
+            return o.var()
+
+    assert coupled_by(Spread()).startswith("var in loss_fn (")
+
+
+def test_the_models_own_forward_is_not_the_loss():
+    why = coupled_by(lambda o, b: F.mse_loss(o, b["y"]), lambda self, x: self.a(x).softmax(0))
+    assert why.startswith("softmax in the model's own forward (")
 
 
 # -- rows that are mixed ----------------------------------------------------------------------------------------------
@@ -150,10 +182,10 @@ def one_less(o: Tensor, b: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "why"),
     [
-        (contrastive, "matmul in the loss ({}) mixes the rows of a batch"),
-        (spread_of_the_batch, "var in the loss ({}) mixes the rows of a batch"),
-        (by_row_number, "mul in the loss ({}) computes with the number of a row in the batch"),
-        (one_less, "div in the loss ({}) computes with a number of rows that is no multiple of the batch"),
+        (contrastive, "matmul in loss_fn ({}) mixes the rows of a batch"),
+        (spread_of_the_batch, "var in loss_fn ({}) mixes the rows of a batch"),
+        (by_row_number, "mul in loss_fn ({}) computes with the number of a row in the batch"),
+        (one_less, "div in loss_fn ({}) computes with a number of rows that is no multiple of the batch"),
     ],
 )
 def test_a_loss_that_mixes_rows_is_named_with_its_line(loss_fn, why):
@@ -167,7 +199,9 @@ def test_batch_norm_in_training_mixes_rows_and_in_evaluation_does_not():
     def normed(norm: nn.Module) -> str:
         return coupled_by(loss_fn, lambda self, x: self.norm(self.a(x)), norm=norm)
 
-    assert normed(nn.BatchNorm1d(3, track_running_stats=False)).startswith("batch_norm in norm (")
+    why = "BatchNorm `norm` counts statistics over the whole batch; use GroupNorm or LayerNorm, or .eval() to freeze it"
+    assert normed(nn.BatchNorm1d(3)) == why
+    assert normed(nn.BatchNorm1d(3, track_running_stats=False)) == why
     assert normed(nn.BatchNorm1d(3).eval()) == ""
 
 
@@ -183,6 +217,49 @@ def test_a_buffer_that_changes_changes_once_per_step():
 def test_row_numbers_may_look_up_rows():
     assert coupled_by(lambda o, b: o[torch.arange(o.shape[0])].sum()) == ""
     assert coupled_by(lambda o, b: o[torch.arange(o.shape[0]), b["classes"].clamp(min=0)].sum()) == ""
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda o: o[torch.arange(o.shape[0]) // 2],
+        lambda o: o - o[torch.arange(o.shape[0]) ^ 1],
+        lambda o: o.repeat(1, 2).view(-1, 3)[torch.arange(o.shape[0])],  # the first half of more rows
+        lambda o: o[torch.arange(2 * o.shape[0]).view(-1, 2)[:, 0] // 2],
+        lambda o: o[torch.arange(1, o.shape[0] + 1) - 1],
+        lambda o: o + torch.ones(9, 3)[torch.arange(o.shape[0])],
+        lambda o: o + torch.ones(9, 3)[: o.shape[0]],
+        lambda o: o * torch.linspace(0, 1, o.shape[0])[:, None],
+        lambda o: o + torch.eye(o.shape[0], 3),
+        lambda o: o[torch.randperm(o.shape[0])],
+    ],
+)
+def test_what_depends_on_the_place_of_a_row_is_refused(compute):
+    model = Small(lambda self, x: compute(self.a(x)), a=linear())
+    found = capture(model, LOSSES, lambda o, b: o.square().sum())
+    graph, _ = normalize(found.graph)
+    info = batch_info(graph, frozenset(one.name for one in found.inputs if one.rows))
+    assert "number of a row" in info.coupled or found.coupled, info.coupled
+
+
+def test_row_numbers_may_be_moved_before_they_look_up_rows():
+    def look_up(o: Tensor, b: Any) -> Tensor:
+        rows = torch.arange(o.shape[0])[:, None].expand(-1, 2).to(torch.int32)
+        return o[rows, b["classes"].clamp(min=0)[:, None]].sum()
+
+    assert coupled_by(look_up) == ""
+
+
+def test_rows_that_are_dropped_at_random_are_told_apart():
+    def dropped(self: Any, x: Tensor) -> Tensor:
+        return self.a(x) * x.new_empty(x.shape[0], 1).bernoulli_(0.5).div_(0.5)
+
+    assert coupled_by(lambda o, b: F.mse_loss(o, b["y"]), dropped) == ""
+
+
+def test_a_value_for_every_pair_of_rows_is_refused():
+    why = coupled_by(lambda o, b: o.unsqueeze(1).expand(-1, o.shape[0], -1).sum())
+    assert why.startswith("expand in ") and why.endswith("makes a value for every pair of rows")
 
 
 def test_row_numbers_in_another_dim_are_refused():
@@ -228,3 +305,11 @@ def test_rows_are_followed_through(name):
     assert (info.coupled, info.normalizers) == ("", ("cross_entropy_loss_count",))
     logits = next(op for op in graph.ops if "cross_entropy" in op.target).operands[0]
     assert info.spread[logits] == S(0)
+
+
+def test_a_loss_divided_by_what_is_drawn_at_random_is_refused():
+    def loss_fn(o: Tensor, b: Any) -> Tensor:
+        kept = torch.rand(o.shape[0], 3) < 0.5
+        return (o * kept).sum() / kept.sum()
+
+    assert coupled_by(loss_fn).startswith("the loss is divided by what rand in loss_fn (")

@@ -190,6 +190,15 @@ def test_inner_containers_belong_to_their_layer():
     assert "inner.1.up.weight" in [p.name for p in program.blocks[0].parameters]
 
 
+def test_names_of_classes_that_are_taken_are_numbered():
+    kinds = {name: type(name, (FFN,), {}) for name in ("Model", "S", "FFN2")}
+    layers = [kinds["Model"](), kinds["S"](), FFN(6), kinds["FFN2"](), FFN(), kinds["S"](), kinds["Model"]()]
+    made = model(*layers, FFN(6), kinds["FFN2"](), FFN())
+    classes = {name: type(m).__name__ for name, m in made.named_modules() if name.rpartition(".")[2].isdigit()}
+    names = [b.name for b in block(graph_of(made), classes, ("Model", "S")).blocks]
+    assert names == ["Model2", "S2", "FFN", "FFN2", "FFN3"]
+
+
 def test_every_operator_is_in_exactly_one_place():
     made = model(FFN(), Gated(), FFN(6))
     program = blocked(made)

@@ -6,8 +6,9 @@ import logging
 import re
 import sys
 import warnings
+from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from costmodels.errors import BadInput, CaptureError
-from passes.capture import BatchInput, Captured, capture
+from passes.capture import BatchInput, Captured, capture, forward_arguments
 from passes.graph import CONSTANT, Graph, Op, Size
 from passes.interpret import run
 
@@ -152,6 +153,41 @@ def test_a_batch_of_one_row_serves_every_batch_size():
     assert (found.example_rows, found.graph.inputs[0].shape) == (1, (Size(1), 3))
 
 
+class Masked(Small):
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        return self.compute(self, x if mask is None else x * mask)
+
+
+@pytest.mark.parametrize("make", [tuple, lambda leaves: Pair(*leaves)])
+def test_the_target_of_a_tuple_is_no_optional_argument(make):
+    batch = make((BATCH["x"], BATCH["y"]))
+    graph = capture(Masked(lambda self, x: self.a(x), a=linear()), batch, lambda o, b: F.mse_loss(o, b[1])).graph
+    assert "mul.Tensor" not in targets(graph)
+
+
+def test_a_model_that_returns_its_loss_takes_optional_positions():
+    model = Masked(lambda self, x: self.a(x).sum(), a=linear())
+    assert "mul.Tensor" in targets(capture(model, (BATCH["x"], BATCH["y"]), None).graph)
+
+
+def test_forward_takes_one_position_even_if_all_are_optional():
+    def forward(x=None, mask=None):
+        pass
+
+    assert forward_arguments(forward, (1, 2), mse) == ((1,), {})
+    assert forward_arguments(forward, (1, 2)) == ((1, 2), {})
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_a_named_tuple_keeps_its_names_for_the_loss():
+    found = captured(lambda self, x: self.a(x), lambda o, b: F.mse_loss(o, b.y), Pair(BATCH["x"], BATCH["y"]))
+    assert op_of(found.graph, "mse_loss").results and [one.key for one in found.inputs] == [0, 1]
+
+
 # -- parameters, buffers, literals ------------------------------------------------------------------------------------
 
 
@@ -232,6 +268,22 @@ def test_in_place_operators_on_activations_become_functional():
     assert targets(graph)[:3] == ["linear.default", "relu.default", "add.Tensor"]
 
 
+@pytest.mark.parametrize(
+    ("fill", "target"),
+    [
+        (lambda t: t.bernoulli_(0.5), "bernoulli.p"),
+        (lambda t: t.bernoulli_(), "bernoulli.p"),
+        (lambda t: t.normal_(), "normal_functional.default"),
+        (lambda t: t.uniform_(), "uniform.default"),
+    ],
+)
+def test_tensors_filled_with_random_numbers_become_functional(fill, target):
+    model = Small(lambda self, x: self.a(x) * fill(x.new_empty(x.shape[0], 1)).div_(0.5), a=linear())
+    found = capture(model, BATCH, mse)
+    assert targets(found.graph)[1:4] == ["new_empty.default", target, "div.Tensor"]
+    assert computed(model, found)[0].isfinite()
+
+
 def test_writes_into_views_become_functional():
     def compute(self, x):
         h = self.a(x)
@@ -282,6 +334,23 @@ def test_a_write_into_a_view_of_a_buffer_is_stored_at_the_end():
     assert targets(graph)[-1] == "copy_.default"
 
 
+@pytest.mark.parametrize(
+    ("compute", "operator", "parameter"),
+    [
+        (lambda self, x: self.b(x.long()).sum(1), "embedding_renorm_", "b.weight"),
+        (lambda self, x: x @ self.a.weight.detach().clamp_(-1, 1), "clamp_", "a.weight"),
+        (lambda self, x: self.a(x) + self.c.mul_(2), "mul_", "c"),
+        (lambda self, x: self.a(x) + self.c[1:].mul_(2).sum(), "mul_", "c"),
+    ],
+)
+def test_a_write_into_a_parameter_is_refused(compute, operator, parameter):
+    members = {"b": nn.Embedding(9, 3, max_norm=1.0), "c": nn.Parameter(torch.ones(3), requires_grad=False)}
+    with pytest.raises(CaptureError) as error:
+        captured(compute, **members)
+    line = compute.__code__.co_firstlineno
+    assert str(error.value).startswith(f"{__file__}:{line}: {operator} changes the parameter {parameter} in place; ")
+
+
 def test_batch_norm_updates_its_statistics():
     found = same_as_eager(lambda self, x: self.norm(self.a(x)), norm=nn.BatchNorm1d(3))
     assert op_of(found.graph, "batch_norm").args[5] is True
@@ -303,6 +372,107 @@ def test_modules_keep_their_own_training_mode():
     assert op_of(capture(model, BATCH, mse).graph, "batch_norm").args[5] is False
 
 
+# -- blocks of no_grad and autocast -----------------------------------------------------------------------------------
+
+
+def taught(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    with torch.no_grad():
+        t = self.b(h).tanh()
+        first, second, third = (t * 2).split(1, -1)
+        with torch.enable_grad():
+            h = h + self.b(x)
+        third = third + h[:, :1]
+    return h + t * first - second * third
+
+
+def gradients(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    return {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+
+
+def same_gradients(model: nn.Module) -> Graph:
+    """The captured graph gives the model's own loss and gradients."""
+    found = capture(model, BATCH, mse)
+    names = {p.value.name: p.name for p in found.graph.parameters}
+    held = {name: model.get_parameter(own).detach().clone().requires_grad_() for name, own in names.items()}
+    given = {one.name: BATCH[str(one.key)] for one in found.inputs}
+    loss = run(found.graph.at(ROWS), held | given, rows=ROWS)[found.graph.loss]
+    own = mse(model(BATCH["x"]), BATCH)
+    torch.testing.assert_close(loss, own)
+    torch.testing.assert_close(
+        gradients(loss, {own: held[name] for name, own in names.items()}),
+        gradients(own, dict(model.named_parameters())),
+    )
+    return found.graph
+
+
+def test_what_no_grad_computes_is_detached():
+    torch.manual_seed(0)
+    graph = same_gradients(Small(taught, a=nn.Linear(3, 3), b=nn.Linear(3, 3)))
+    detached = [op for op in graph.ops if op.target == "aten.detach.default"]
+    assert len(detached) >= 3 and not any(op.results[0].grad for op in detached)
+    assert {op.source.rpartition(":")[0] for op in detached} == {__file__}
+
+
+def test_no_grad_around_writes_into_views():
+    def compute(self, x):
+        h = self.a(x)
+        with torch.no_grad():
+            t = self.b(x)
+            t[:, 0] = 3.0
+        return h + t
+
+    graph = same_gradients(Small(compute, a=linear(), b=linear()))
+    assert not [t for t in targets(graph) if t.endswith("_.default")]
+
+
+def test_no_grad_over_what_has_no_gradient_needs_no_detach():
+    def compute(self, x):
+        with torch.no_grad():
+            scale = x.cos()
+        return self.a(x) * scale
+
+    assert not [t for t in targets(same_gradients(Small(compute, a=linear()))) if t.startswith("detach")]
+
+
+def test_a_buffer_is_updated_under_no_grad():
+    def compute(self, x):
+        h = self.a(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h - self.mean
+
+    graph = same_as_eager(compute, mean=torch.ones(3)).graph
+    assert [t for t in targets(graph) if "_." in t] == ["mul_.Tensor", "add_.Tensor"]
+
+
+def test_an_activation_that_no_grad_writes_into_is_refused():
+    def compute(self, x):
+        h = self.a(x)
+        with torch.no_grad():
+            h.mul_(2)
+        return h
+
+    line = here(-3)
+    with pytest.raises(CaptureError) as error:
+        captured(compute)
+    assert str(error.value) == f"{line}: mul_: under no_grad, it changes a tensor in place that has a gradient"
+
+
+def test_autocast_is_refused_unless_it_is_off():
+    def compute(self, x, enabled=True):
+        with torch.autocast("cpu", enabled=enabled):
+            return self.a(x)
+
+    line = here(-2)
+    with pytest.raises(CaptureError) as error:
+        captured(compute)
+    assert str(error.value) == (f"{line}: torch.autocast: precision is chosen with precision=; remove the autocast")
+    graph = same_gradients(Small(lambda self, x: compute(self, x, enabled=False), a=linear()))
+    assert targets(graph)[0] == "linear.default"
+
+
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +481,29 @@ def test_bf16_computes_in_bf16_and_takes_the_loss_in_fp32():
     assert op_of(graph, "linear").results[0].dtype == "bfloat16"
     assert op_of(graph, "mse_loss").results[0].dtype == "float32"
     assert {v.dtype for v in graph.inputs} == {"float32"}
+
+
+class Answer(UserDict[str, Any]):
+    """A mapping that torch does not know."""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "first"),
+    [
+        (lambda h: (h, {"hidden": h}), lambda o: o[0] + o[1]["hidden"]),
+        (lambda h: {"pred": h, "of": None}, lambda o: o["pred"]),
+        (lambda h: {"pred": h}, lambda o: o["pred"]),
+        (lambda h: Answer(pred=h), lambda o: o["pred"]),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_output_of_bf16_reaches_the_loss_in_fp32(wrap, first, precision):
+    model = Small(lambda self, x: wrap(self.a(x.to(self.a.weight.dtype))), a=linear())
+    if precision == "fp32":
+        model.to(torch.bfloat16)
+    graph = capture(model, BATCH, lambda o, b: mse(first(o), b), precision).graph
+    assert op_of(graph, "linear").results[0].dtype == "bfloat16"
+    assert {graph.values[name].dtype for name in op_of(graph, "mse_loss").operands} == {"float32"}
 
 
 def test_bf16_runs_where_a_buffer_of_fp32_meets_it():
@@ -332,6 +525,13 @@ def test_bf16_runs_where_a_buffer_of_fp32_meets_it():
 def test_an_unknown_precision_is_refused():
     with pytest.raises(BadInput, match="precision 'fp8' is not known; use one of fp32, bf16"):
         capture(Small(lambda self, x: self.a(x), a=linear()), BATCH, mse, "fp8")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float64, "float64"), (torch.float16, "float16")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_of_other_dtypes_are_refused(dtype, name, precision):
+    with pytest.raises(BadInput, match=f"a.weight is {name}, and only fp32 and bf16 parameters are trained"):
+        capture(Small(lambda self, x: self.a(x), a=linear().to(dtype)), BATCH, mse, precision)
 
 
 # -- what cannot be captured ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.job import load_program
 from autopar.runtime import Trainer
 from costmodels.cluster import Cluster
+from costmodels.errors import BadInput
 from passes.capture import forward_arguments
 from passes.emit import attribute, emit, tensor
 from passes.pipeline import PIPELINE, Compiled, compile_model, problem_of
@@ -267,6 +268,38 @@ def test_a_parameter_that_two_layers_share():
     same_as_the_model(model)
 
 
+class Shifted(FFN):
+    """Reads what all layers share before what the layer before gave."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(shift * 2 + x)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_layers_that_read_a_shared_tensor_first(trained):
+    def compute(self: Any, x: Tensor) -> Tensor:
+        x = self.a(x)
+        for layer in self.layers:
+            x = layer(x, self.shift)
+        return self.b(x)
+
+    shift = nn.Parameter(torch.ones(4)) if trained else torch.ones(4)
+    layers = nn.ModuleList(Shifted() for _ in range(3))
+    text = same_as_the_model(Small(compute, a=nn.Linear(4, 4), layers=layers, b=nn.Linear(4, 3), shift=shift))
+    assert "        for block in self.layers:\n            x = block(self.shift, x)\n" in text
+
+
+def test_layers_that_all_read_the_input():
+    def compute(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        for layer in self.layers:
+            h = layer(h, x)
+        return self.b(h)
+
+    layers = nn.ModuleList(Shifted() for _ in range(3))
+    same_as_the_model(Small(compute, a=nn.Linear(4, 4), layers=layers, b=nn.Linear(4, 3)))
+
+
 def test_a_layer_that_differs_and_frozen_parameters():
     model = running(lambda self, x: self.layers[2](self.layers[1](self.layers[0](x))))
     model.layers[0].norm = nn.Identity()
@@ -281,9 +314,45 @@ def test_names_that_python_keeps_for_itself():
     same_as_the_model(model, batch, lambda o, b: sum(F.mse_loss(o, b[name]) for name in batch if name != "x"))
 
 
+@pytest.mark.parametrize("name", ["Model", "Input", "S", "Program", "ShardedModule", "ROWS", "F", "range"])
+def test_layers_whose_class_is_called_like_something_else(name):
+    kind = type(name, (FFN,), {})
+    layers = nn.ModuleList([kind(), kind(), nn.Linear(4, 3)])
+    text = same_as_the_model(Small(lambda self, x: self.net[2](self.net[1](self.net[0](x))), net=layers))
+    assert f"class {name}2(ShardedModule)" in text
+
+
+def test_a_batch_whose_keys_python_or_the_program_keep_for_themselves():
+    class Shadowing(Small):
+        def forward(self, F: Tensor) -> Any:
+            return self.a(F)
+
+    model = Shadowing(skipping, a=nn.Linear(4, 3))
+    batch = {"F": BATCH["x"], "class": torch.tensor([0, 2, -100, 1])}
+    text = same_as_the_model(model, batch, lambda o, b: F.cross_entropy(o, b["class"]))
+    assert "def normalizers(self, F_2, class_):" in text
+
+
 def test_parameters_that_belong_to_no_module():
     scales = nn.ParameterList([nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.tensor(0.5))])
     same_as_the_model(Small(lambda self, x: self.a(x) * self.s[0] + self.s[1], a=nn.Linear(4, 3), s=scales))
+
+
+def test_parameters_behind_a_detach_are_frozen():
+    def compute(self: Any, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if layer is self.layers[1]:
+                x = x.detach()
+        return self.a(x) * self.scale.detach() + torch.ones_like(self.shape)
+
+    layers = nn.ModuleList(FFN() for _ in range(4))
+    scale, shape = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.zeros(3))
+    text = same_as_the_model(Small(compute, a=nn.Linear(4, 3), layers=layers, scale=scale, shape=shape))
+    assert 'self.parameter("shape", 3, requires_grad=False)' in text
+    assert 'self.parameter("scale", 3, requires_grad=False)' in text
+    frozen, trained = text.split("class ")[1:3]
+    assert frozen.count("requires_grad=False") == 6 and "requires_grad=False" not in trained
 
 
 def test_unused_parameters_stay_part_of_the_model():
@@ -322,6 +391,36 @@ def test_images_and_group_norm():
     same_as_the_model(Small(lambda self, x: self.net(x.view(-1, 1, 2, 2)), net=net))
 
 
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_from_which_no_gradient_comes():
+    with pytest.raises(BadInput, match="no parameter of Small that requires a gradient reaches the loss"):
+        compiled(Small(lambda self, x: self.a(x).detach() + x[:, :3], a=nn.Linear(4, 3)))
+
+
+def test_a_batch_without_rows():
+    with pytest.raises(BadInput, match="the batch has no rows"):
+        compiled(MLP(), {"x": torch.zeros(0, 4), "y": torch.zeros(0, 3)})
+
+
+def test_complex_parameters():
+    table = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    model = Small(lambda self, x: self.a((x * self.table).real), a=nn.Linear(4, 3), table=table)
+    with pytest.raises(BadInput, match="parameter table is complex, which is not supported"):
+        compiled(model)
+
+
+def test_complex_tables():
+    def compute(self: Any, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.a(x).view(-1, 2, 2)) * self.table
+        return self.b(torch.view_as_real(turned).flatten(1))
+
+    same_as_the_model(
+        Small(compute, a=nn.Linear(4, 4), b=nn.Linear(4, 3), table=torch.polar(torch.ones(2), BATCH["x"][0, :2]))
+    )
+
+
 # -- randomness -------------------------------------------------------------------------------------------------------
 
 
@@ -331,3 +430,44 @@ def test_dropout_runs_under_a_seed_of_its_own():
     )
     text = compiled(model).program
     assert "with self.rng(1):\n" in text and "with self.rng(2):\n" in text
+
+
+def drawing(draw: Callable[[Tensor], Tensor]) -> Small:
+    torch.manual_seed(0)
+    return Small(lambda self, x: self.b(draw(self.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: h + torch.randint(0, 3, (h.shape[0], 1)),
+        lambda h: h + torch.normal(0.0, 1.0, (1, 4)),
+        lambda h: h + torch.normal(h.detach(), 2.0),
+        lambda h: h + torch.empty(h.shape[0], 1).uniform_(),
+        lambda h: h + torch.empty(h.shape[0], 1).random_(5),
+        lambda h: F.gumbel_softmax(h),
+        lambda h: F.rrelu(h, training=True),
+        lambda h: h + torch.multinomial(h.detach().sigmoid(), 4),
+        lambda h: h + torch.randperm(4),
+        lambda h: F.dropout2d(h[:, :, None, None], 0.5).flatten(1),
+    ],
+    ids=["randint", "normal", "normal of means", "uniform", "random", "exponential", "rrelu", "multinomial",
+         "randperm", "dropout2d"],
+)  # fmt: skip
+def test_whatever_draws_numbers_does_so_under_a_seed_of_its_own(draw):
+    for fix in ({"tp": 2}, {"dp": 2}):
+        text = compiled(drawing(draw), cluster="2xh100", **fix).program
+        guarded = text.split("with self.rng(1")[1].splitlines()
+        assert guarded[0] in ("):", ', axes=("tp",)):') and text.count("self.rng") == 1
+        if guarded[0] != "):":
+            assert "S(1) over tp" in guarded[1]  # what is not cut is equal on every rank of tp
+    Trainer(load_program(compiled(drawing(draw)).program), device="cpu").evaluate(BATCH)
+
+
+def test_a_buffer_is_filled_with_noise_under_a_seed():
+    def compute(self: Any, x: Tensor) -> Tensor:
+        self.noise.normal_()
+        return self.a(x) + self.noise
+
+    text = compiled(Small(compute, a=nn.Linear(4, 3), noise=torch.zeros(3)), cluster="2xh100", tp=2).program
+    assert text.count("with self.rng(") == 1

@@ -359,6 +359,35 @@ def test_a_part_without_valid_targets_gives_no_nan():
     adds_up(lambda o, b: F.cross_entropy(o, b["classes"]), batch)
 
 
+def weighted(output: Tensor) -> Tensor:
+    return F.cross_entropy(output, TARGETS, weight=WEIGHTS.to(output.dtype))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h, y: F.mse_loss(h, y),
+        lambda h, y: F.mse_loss(h, h.detach() + 1),
+        lambda h, y: 0.5 * F.mse_loss(h, y) + F.l1_loss(h, y).sqrt(),  # one cast for both
+        lambda h, y: weighted(h),
+        lambda h, y: F.cross_entropy(h, h.detach().softmax(-1)),
+        lambda h, y: F.mse_loss(h, y, reduction="none").mean(),
+    ],
+)
+def test_every_loss_of_bf16_is_taken_in_fp32(loss):
+    model = Small(lambda self, x: loss(self.a(x[:, :3]), x[:, 3:]), a=linear())
+    batch = {"x": torch.cat([BATCH["x"], BATCH["y"]], 1)}
+    found = capture(model, batch, None, "bf16")
+    graph, _ = normalize(found.graph)
+    assert repeated_names(graph) == []
+    values = run(graph.at(ROWS), weights_of(model, found) | inputs_of(found, batch), ROWS)
+    assert {name: str(t.dtype) for name, t in values.items()} == {
+        name: f"torch.{v.dtype}" for name, v in graph.values.items()
+    }
+    assert graph.values[graph.loss].dtype == "float32"
+    torch.testing.assert_close(values[graph.loss], model(**batch), rtol=0.03, atol=0.03)
+
+
 def test_losses_of_bf16_are_taken_in_fp32():
     model = Small(
         lambda self, x: {"loss": F.cross_entropy(self.a(x), TARGETS.clamp(min=0)[:1].expand(x.shape[0]))}, a=linear()

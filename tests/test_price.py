@@ -7,6 +7,7 @@ import pytest
 from costmodels.cluster import Cluster
 from costmodels.collectives import Collective
 from costmodels.operators import OperatorClass, operator_seconds
+from passes.flop import flop
 from passes.graph import Op, Ref, Value
 from passes.placements import I, P, R, S
 from passes.price import Axis, Seconds, local_bytes, op_seconds, reshard_seconds
@@ -62,9 +63,34 @@ def test_without_gradients_there_is_no_backward():
 
 
 def test_an_operator_without_rule_is_priced_by_its_bytes():
-    site = Site(Op("aten.made_up.default", (Ref("x"),), (), (X,)), (X,))
+    site = Site(Op("aten.renorm.default", (Ref("x"), 2.0, 0, 1.0), (), (X,)), (X,))
+    assert rule_of(site.op.target) is None
     found = op_seconds(site, None, strategies(site, None, 4, {})[0], AXIS)
     assert found.forward == pytest.approx(operator_seconds(OperatorClass.OTHER, 0.0, 8 * MIB, "bf16", DEVICE))
+
+
+def lstm(grad: bool) -> Site:
+    """Batch 8, 6 steps, 16 -> 32, two layers."""
+    shapes = {"x": (8, 6, 16), "h": (2, 8, 32), "c": (2, 8, 32)}
+    weights = {"wi0": (128, 16), "wh0": (128, 32), "wi1": (128, 32), "wh1": (128, 32)}
+    values = {name: Value(name, shape, "float32", grad) for name, shape in (shapes | weights).items()}
+    results = (Value("y", (8, 6, 32), "float32", grad), *(Value(n, (2, 8, 32), "float32", grad) for n in ("hn", "cn")))
+    args = (Ref("x"), (Ref("h"), Ref("c")), tuple(map(Ref, weights)), False, 2, 0.0, True, False, True)
+    return Site(Op("aten.lstm.input", args, (), results), tuple(values.values()))
+
+
+def test_flop_of_an_operator_without_rule_are_counted_by_pytorch():
+    forward = 2 * 8 * 6 * 128 * (16 + 32 + 32 + 32)
+    assert flop(lstm(grad=True), None) == (forward, 2 * forward)
+    assert flop(lstm(grad=False), None) == (forward, 0)
+    site = lstm(grad=True)
+    found = op_seconds(site, None, strategies(site, None, 4, {})[0], AXIS)
+    assert found.forward > operator_seconds(OperatorClass.MATMUL, forward, 0.0, "fp32", DEVICE)
+
+
+def test_what_does_not_run_on_shapes_alone_has_no_flop():
+    result = Value("y", (9, 2), "int64", False)
+    assert flop(Site(Op("aten.nonzero.default", (Ref("x"),), (), (result,)), (X,)), None) == (0, 0)
 
 
 def test_collectives_inside_an_operator_are_part_of_its_forward():

@@ -18,6 +18,7 @@ from passes.placements import I, P, Placement, R, S, local_shape
 from passes.rules import FAMILIES, RULES, rule_of
 from passes.rules.base import Dim, Factor, Rule, Site, Strategy, strategies
 from passes.rules.pointwise import POINTWISE
+from passes.rules.randomness import draws
 
 # -- the harness --------------------------------------------------------------------------------------------------
 
@@ -501,7 +502,7 @@ def test_operator_splits_along(target: str, args: tuple[Any, ...], kwargs: dict[
 
 # -- every elementwise operator, with arguments made from its schema ----------------------------------------------
 
-RANDOM = sorted(target for target, rule in RULES.items() if rule.random)
+RANDOM = sorted(target for target in RULES if target.startswith("aten.") and draws(Op(target, (), (), ())))
 OTHERWISE = ("aten.glu.default", "aten.prelu.default", "aten.expand_as.default", "aten.empty_like.default")
 ELEMENTWISE = sorted(set(POINTWISE) - set(RANDOM) - set(OTHERWISE))
 SHAPES = ((2, 3, 1, 4), (3, 5, 4), (5, 1))
@@ -556,10 +557,33 @@ def test_elementwise_operator_splits_along_every_dim(target: str) -> None:
     pytest.fail(f"{target} ran on no type")
 
 
-@pytest.mark.parametrize("target", RANDOM)
-def test_random_operator_is_marked(target: str) -> None:
-    assert rule_of(target) is RULES[target]
-    assert "rand" in target or any(word in target for word in ("drop", "bernoulli", "normal", "rrelu", "attention"))
+def test_operators_that_draw_numbers_are_told_from_others() -> None:
+    words = ("rand", "normal", "drop", "bernoulli", "uniform", "exponential", "geometric", "cauchy", "poisson",
+             "multinomial")  # fmt: skip
+    assert {t for t in RULES if any(word in t for word in words)} == set(RANDOM)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "expected"),
+    [
+        ("dropout.default", (None, 0.1, True), True),
+        ("dropout.default", (None, 0.0, True), False),
+        ("dropout.default", (None, 0.1, False), False),
+        ("feature_dropout.default", (None, 0.1, True), True),
+        ("rrelu.default", (None, 0.1, 0.3, True), True),
+        ("rrelu.default", (None, 0.1, 0.3), False),
+        ("scaled_dot_product_attention.default", (), False),
+        ("scaled_dot_product_attention.default", (None, None, None, None, 0.1), True),
+        ("lstm.input", (None, (), (), True, 2, 0.1, True, False, True), True),
+        ("lstm.input", (None, (), (), True, 2, 0.0, True, False, True), False),
+        ("multinomial.default", (None, 2), True),
+        ("randint.default", (9, (2,)), True),
+        ("cauchy_.default", (), True),
+        ("relu.default", (), False),
+    ],
+)
+def test_a_call_draws_numbers(target: str, args: tuple[Arg, ...], expected: bool) -> None:
+    assert draws(Op(f"aten.{target}", args, (), ())) is expected
 
 
 # -- what the harness would catch ---------------------------------------------------------------------------------

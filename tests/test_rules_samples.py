@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from passes.graph import CONSTANT
 from passes.rules import RULES
 from passes.rules.pointwise import POINTWISE
-from test_rules import CASES, UNSET, Case, one_thread, proved, recorded_calls  # noqa: F401  (a fixture)
+from passes.rules.randomness import draws
+from test_rules import CASES, RANDOM, UNSET, Case, one_thread, proved, recorded_calls  # noqa: F401  (a fixture)
 from test_rules import ELEMENTWISE as BY_SCHEMA
 from test_rules_views import BY_KEYWORD
 from test_rules_views import CASES as VIEWS
@@ -70,7 +71,7 @@ def reached() -> set[str]:
     found: set[str] = set()
     for info in (op for op in op_db if op.name in NAMES and op.name not in SKIPPED):
         for made in recorded(info):
-            if not RULES[made.target].random:
+            if not draws(made.site.op):
                 proved(made)
                 found.add(made.target)
     return found
@@ -83,5 +84,5 @@ def test_sample_inputs_reach_many_operators(reached: set[str]) -> None:
 def test_every_rule_is_proved(reached: set[str]) -> None:
     """By samples, or by the cases of the other files."""
     by_hand = {f"aten.{row[0]}" for row in (*CASES, *VIEWS)} | set(BY_SCHEMA) | set(BY_KEYWORD)
-    random = {target for target, rule in RULES.items() if rule.random}
+    random = set(RANDOM)
     assert RULES.keys() - reached - by_hand - random - set(UNSET) == NOT_RUN

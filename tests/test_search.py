@@ -164,7 +164,7 @@ def test_microbatches_and_their_size_must_give_the_batch():
 
 
 def test_coupled_rows_and_data_parallelism_contradict_each_other():
-    with pytest.raises(BadInput, match=r"--fix dp=2 is not possible: var in the loss \(.*\) mixes the rows of a batch"):
+    with pytest.raises(BadInput, match=r"--fix dp=2 is not possible: var in loss_fn \(.*\) mixes the rows of a batch"):
         check_fix(asked(loss_fn=of_all_rows, dp=2))
     with pytest.raises(BadInput, match="--fix microbatches=2 is not possible"):
         check_fix(asked(loss_fn=of_all_rows, microbatches=2))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from passes.graph import CONSTANT, Atom, Op, Ref, Rows, Value
 from passes.interpret import call
-from passes.rules import RULES
+from passes.rules.randomness import draws
 from passes.spelling import Speller, Text
 from test_rules import CASES, Case, case
 from test_rules_views import CASES as VIEWS
@@ -86,6 +86,30 @@ def evaluates_to_the_same(made: Case) -> None:
         torch.testing.assert_close(one, other, equal_nan=True, msg=lambda difference: f"{text}: {difference}")
 
 
+A, B, C = (torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
+SIGN = torch.tensor([1.0, -1.0, 1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs"),
+    [
+        ("triplet_margin_loss.default", (A, B, C), {}),
+        ("triplet_margin_loss.default", (A, B, C, 0.5, 1.0, 1e-6, True, 2), {}),
+        ("cosine_embedding_loss.default", (A, B, SIGN), {}),
+        ("cosine_embedding_loss.default", (A, B, SIGN, 0.2, 0), {}),
+        ("margin_ranking_loss.default", (A[:, 0], B[:, 0], SIGN), {}),
+        ("margin_ranking_loss.default", (A[:, 0], B[:, 0], SIGN, 0.1), {"reduction": 2}),
+        ("hinge_embedding_loss.default", (A[:, 0], SIGN), {}),
+        ("soft_margin_loss.default", (A[:, 0], SIGN), {}),
+        ("poisson_nll_loss.default", (A, B.abs(), True, False, 1e-8, 1), {}),
+        ("multi_margin_loss.default", (A, torch.tensor([0, 2, 1, 1]), 1, 1.0, B[0].abs()), {}),
+        ("kl_div.default", (A.log_softmax(-1), B.softmax(-1)), {}),
+    ],
+)
+def test_a_loss_says_how_it_is_reduced(target, args, kwargs):
+    evaluates_to_the_same(case(f"aten.{target}", *args, **kwargs))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_cases_of_every_rule_evaluate_to_the_same():
     for target, args, kwargs, _ in CASES:
@@ -108,7 +132,7 @@ def samples() -> Iterator[Case]:
 def test_pytorchs_samples_evaluate_to_the_same():
     reached = 0
     for made in samples():
-        if not RULES[made.target].random:
+        if not draws(made.site.op):
             evaluates_to_the_same(made)
             reached += 1
     assert reached > 400

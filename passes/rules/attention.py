@@ -43,8 +43,5 @@ def attention_flop(site: Site) -> tuple[int, int]:
 
 
 ATTENTION: Mapping[str, Rule] = {
-    # random: where dropout_p is not 0
-    "aten.scaled_dot_product_attention.default": Rule(
-        OperatorClass.ATTENTION, attention, flop=attention_flop, random=True
-    ),
+    "aten.scaled_dot_product_attention.default": Rule(OperatorClass.ATTENTION, attention, flop=attention_flop),
 }

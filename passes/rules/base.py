@@ -87,7 +87,6 @@ class Rule:
     linear: Callable[[Site], tuple[frozenset[int], ...]] = lambda site: ()
     flop: Callable[[Site], tuple[int, int]] = lambda site: (0, 0)
     localize: Callable[[Site, tuple[tuple[int, ...], ...]], Op] | None = None
-    random: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ def made(site: Site) -> tuple[Factor, ...]:
     )
 
 
-def made_of_size(position: int, random: bool = False) -> Rule:
+def made_of_size(position: int) -> Rule:
     """The rule of an operator whose list of sizes stands at `position`."""
 
     def local_size(site: Site, results: Shapes) -> Op:
         return with_arg(site.op, position, "size", results[0])
 
-    return Rule(OperatorClass.POINTWISE, made, localize=local_size, random=random)
+    return Rule(OperatorClass.POINTWISE, made, localize=local_size)
 
 
 def whole(site: Site) -> tuple[Factor, ...]:
@@ -37,13 +37,15 @@ def whole(site: Site) -> tuple[Factor, ...]:
 
 _FROM_SIZE = "zeros.default ones.default full.default empty.memory_format"
 _FROM_TENSOR = "new_zeros.default new_ones.default new_full.default new_empty.default"
-_RANDOM = "rand.default randn.default"
+_RANDOM = (
+    (0, "rand.default"), (0, "randn.default"), (1, "randint.default"), (2, "randint.low"), (2, "normal.float_float"),
+)  # fmt: skip
 _WHOLE = "arange.default arange.start arange.start_step eye.default eye.m linspace.default scalar_tensor.default"
 
 CREATION: Mapping[str, Rule] = {
     **{f"aten.{name}": made_of_size(0) for name in _FROM_SIZE.split()},
     **{f"aten.{name}": made_of_size(1) for name in _FROM_TENSOR.split()},
-    **{f"aten.{name}": made_of_size(0, random=True) for name in _RANDOM.split()},
+    **{f"aten.{name}": made_of_size(position) for position, name in _RANDOM},
     **{f"aten.{name}": Rule(OperatorClass.POINTWISE, whole) for name in _WHOLE.split()},
     CONSTANT: Rule(OperatorClass.POINTWISE, whole),
 }

@@ -44,6 +44,8 @@ neg.default positive.default div.Tensor div.Scalar true_divide.Tensor divide.Ten
 _RANDOM = """
 dropout.default native_dropout.default alpha_dropout.default bernoulli.default bernoulli.p rand_like.default
 randn_like.default randint_like.default randint_like.low_dtype rrelu.default normal_functional.default
+uniform.default exponential.default geometric.default cauchy.default log_normal.default poisson.default
+normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor random.default random.from random.to
 """
 
 
@@ -86,6 +88,16 @@ def glu(site: Site) -> tuple[Factor, ...]:
     return (*same_dims(site, skip=(gated,)), halves)
 
 
+def features(site: Site) -> tuple[Factor, ...]:
+    """One number for each feature of each sample, x[n, c, ...]: the rest is dropped together."""
+    return same_dims(site, skip=range(2, len(site.operands[0].sizes)))
+
+
+def drawn_from_rows(site: Site) -> tuple[Factor, ...]:
+    """Samples from the distributions in the last dim."""
+    return same_dims(site, skip=(len(site.operands[0].sizes) - 1,))
+
+
 def prelu(site: Site) -> tuple[Factor, ...]:
     """x[n, c, ...], slope[c]"""
     x, slope = site.operands
@@ -99,7 +111,10 @@ def prelu(site: Site) -> tuple[Factor, ...]:
 POINTWISE: Mapping[str, Rule] = {
     **{f"aten.{name}": Rule(OperatorClass.POINTWISE, broadcast) for name in _NOT_LINEAR.split()},
     **{f"aten.{name}": Rule(OperatorClass.POINTWISE, broadcast, linear) for name, linear in _LINEAR.items()},
-    **{f"aten.{name}": Rule(OperatorClass.POINTWISE, broadcast, random=True) for name in _RANDOM.split()},
+    **{f"aten.{name}": Rule(OperatorClass.POINTWISE, broadcast) for name in _RANDOM.split()},
+    "aten.feature_dropout.default": Rule(OperatorClass.POINTWISE, features),
+    "aten.feature_alpha_dropout.default": Rule(OperatorClass.POINTWISE, features),
+    "aten.multinomial.default": Rule(OperatorClass.POINTWISE, drawn_from_rows),
     "aten.glu.default": Rule(OperatorClass.POINTWISE, glu),
     "aten.prelu.default": Rule(OperatorClass.POINTWISE, prelu),
 }
