@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -227,6 +228,7 @@ class Search:
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
         self.rehearsals: dict[int, tuple[Lowered, Rehearsal]] = {}
         self.rejected: list[Candidate] = []
+        self.all_settled: dict[Pair, list[Settled]] = defaultdict(list)  # one of each sharding is lowered and rehearsed
 
     def push(self, seconds: float, item: object) -> None:
         heapq.heappush(self.queue, (seconds, next(self.order), item))
@@ -377,7 +379,10 @@ class Search:
         self.solved += 1
         sharding = self.programme(pair).solve(terms)
         assert sharding is not None, "without a memory budget there is always a sharding"
-        return settle(self.problem, pair, sharding)
+        same = (s for s in self.all_settled[pair] if s.lowered.sharding.chosen == sharding.chosen)
+        found = next(same, None) or settle(self.problem, pair, sharding)
+        self.all_settled[pair].append(found)
+        return found
 
     def sums_s(self, settled: Settled, shards: int) -> float:
         """Seconds for the sums of partial gradients over tp."""
