@@ -199,7 +199,7 @@ def _through(
     rule = rule_of(op.target)
     if rule is None:
         return None, [], f"{_where(op)} mixes the rows of a batch, or has no rule that says it does not"
-    site = Site(op, tuple(graph.values[name] for name in op.operands))
+    site = Site.of(op, graph.values)
     for group in sorted(rule.linear(site), key=len, reverse=True):
         if group <= partial and all(lying[i] is None for i in range(len(lying)) if i not in partial):
             return tuple(Partial() for _ in op.results), [op.operands[i] for i in sorted(partial - group)], ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -67,6 +67,12 @@ class Blocked:
     @cached_property
     def calls(self) -> tuple[Call, ...]:
         return tuple(s for s in self.body if isinstance(s, Call))
+
+    def regions(self) -> Iterator[tuple[Mapping[str, Value], tuple[Op, ...], int]]:
+        """The operators outside of layers, then those of each kind of layer, with the number of such layers."""
+        yield self.values, tuple(s for s in self.body if isinstance(s, Op)), 1
+        for block in self.blocks:
+            yield block.values, block.ops, len(block.paths)
 
     def all_parameters(self) -> tuple[tuple[str, Parameter], ...]:
         """Every parameter and buffer of the model with its full name."""

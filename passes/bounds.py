@@ -6,18 +6,28 @@ held are recomputed, those first that are cheapest to make again, in parts of la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 from costmodels.operators import OperatorClass
-from passes.blocks import Block, Blocked
+from passes.blocks import Block
 from passes.graph import Op, Value
 from passes.price import Axis, Seconds, least_op_seconds
 from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.saved import saved
 from passes.step import OPTIMIZER_COSTS, Pair, Problem
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of layer, uncut: how many there are, what one saves and gives back if recomputed, and what that takes."""
+
+    layers: int
+    saved_bytes: int
+    freed_bytes: int
+    again_s: float
 
 
 class Bounds:
@@ -40,7 +50,7 @@ class Bounds:
 
     def states(self, pair: Pair, zero: int, group: int) -> int:
         problem = self.problem
-        elements = sum(prod(p.value.sizes) for _, p in problem.program.all_parameters() if not p.buffer) // pair.tp
+        elements = problem.elements // pair.tp
         kept = OPTIMIZER_COSTS[problem.optimizer].states
         states = 4 * (1 + kept) * elements // (group if zero else 1)
         if zero in (1, 2):
@@ -55,7 +65,7 @@ class Bounds:
         kept = sum(input_bytes(b) * len(b.paths) for b in program.blocks)
         largest = max(
             sum(values[n].bytes for n in set(op.operands)) + sum(v.bytes for v in op.results)
-            for values, ops, _ in regions(program)
+            for values, ops, _ in program.regions()
             for op in ops
         )
         return kept + largest
@@ -66,7 +76,7 @@ class Bounds:
         axis = self.axis(pair)
         once = sum(
             count * least(op, values, axis).total
-            for values, ops, count in regions(self.problem.at(pair.microbatch))
+            for values, ops, count in self.problem.at(pair.microbatch).regions()
             for op in ops
         )
         return pair.microbatches(self.problem.global_batch) * once
@@ -76,44 +86,32 @@ class Bounds:
         """Of a step, for what must be recomputed because it cannot be held at the end of the forward pass."""
         if "recompute" in self.problem.fix:
             return 0.0
-        layers = self.layers(pair)
+        kinds = self.kinds(pair)
         room = (self.limit_bytes - self.states(pair, zero, group)) * pair.tp
-        excess = float(sum(count * held for count, held, _, _ in layers) - room)
+        excess = float(sum(kind.layers * kind.saved_bytes for kind in kinds) - room)
         once = 0.0
-        for count, held, inputs, again in sorted(layers, key=lambda one: one[3] / max(1, one[1] - one[2])):
-            freed = held - inputs
-            if excess <= 0 or freed <= 0:
+        for kind in sorted(kinds, key=lambda kind: kind.again_s / max(1, kind.freed_bytes)):
+            if excess <= 0 or kind.freed_bytes <= 0:
                 break
-            part = min(count, excess / freed)
-            once += part * again
-            excess -= part * freed
+            part = min(kind.layers, excess / kind.freed_bytes)
+            once += part * kind.again_s
+            excess -= part * kind.freed_bytes
         return pair.microbatches(self.problem.global_batch) * once
 
     @cache  # noqa: B019
-    def layers(self, pair: Pair) -> tuple[tuple[int, int, int, float], ...]:
-        """Of each block: layers, bytes that one saves, bytes of its inputs, seconds of running it again."""
+    def kinds(self, pair: Pair) -> tuple[_Kind, ...]:
         axis = self.axis(pair)
         found = []
         for block in self.problem.at(pair.microbatch).blocks:
             last = max((i for i, op in enumerate(block.ops) if is_saving(op, block.values)), default=-1)
             again = sum(least(op, block.values, axis).forward for op in block.ops[: last + 1])
-            found.append((len(block.paths), saved_bytes(block), input_bytes(block), again))
+            held = saved_bytes(block)
+            found.append(_Kind(len(block.paths), held, held - input_bytes(block), again))
         return tuple(found)
 
 
-def regions(program: Blocked) -> Iterator[tuple[Mapping[str, Value], tuple[Op, ...], int]]:
-    """The operators outside of layers, then those of each kind of layer with the number of such layers."""
-    yield program.values, tuple(s for s in program.body if isinstance(s, Op)), 1
-    for block in program.blocks:
-        yield block.values, block.ops, len(block.paths)
-
-
-def site_of(op: Op, values: Mapping[str, Value]) -> Site:
-    return Site(op, tuple(values[name] for name in op.operands))
-
-
 def least(op: Op, values: Mapping[str, Value], axis: Axis) -> Seconds:
-    return least_op_seconds(site_of(op, values), rule_of(op.target), axis)
+    return least_op_seconds(Site.of(op, values), rule_of(op.target), axis)
 
 
 def input_bytes(block: Block) -> int:
@@ -122,7 +120,7 @@ def input_bytes(block: Block) -> int:
 
 
 def is_saving(op: Op, values: Mapping[str, Value]) -> bool:
-    found = saved(site_of(op, values))
+    found = saved(Site.of(op, values))
     return bool(found.operands or found.results)
 
 
@@ -134,7 +132,7 @@ def saved_bytes(block: Block) -> int:
         rule = rule_of(op.target)
         if rule is not None and rule.cost is OperatorClass.VIEW and op.operands:
             shown |= {v.name: shown.get(op.operands[0], op.operands[0]) for v in op.results}
-        found = saved(site_of(op, block.values))
+        found = saved(Site.of(op, block.values))
         kept |= {op.operands[i] for i in found.operands} | {op.results[i].name for i in found.results}
     storages = {shown.get(name, name) for name in kept}
     storages -= {p.value.name for p in block.parameters} | {shown.get(name, name) for name in block.outputs}

@@ -139,7 +139,7 @@ class _Writer:
     def run(self, ops: Iterable[Op]) -> None:
         for op in ops:
             strategy = self.sharding.of("op", self.index, op.name)
-            site = Site(op, tuple(self.values[name] for name in op.operands))
+            site = Site.of(op, self.values)
             rule = rule_of(op.target)
             operands = [self.lay(n, p) for n, p in zip(op.operands, strategy.operands, strict=True)]
             shapes = tuple(

@@ -429,32 +429,22 @@ def plan_of(state: State) -> Plan:
 def unruled(state: State) -> list[str]:
     """Operators without a rule, which every tensor-parallel rank repeats."""
     program: Blocked = made(state.blocked, "the blocks")
-    ops = [s for s in program.body if isinstance(s, Op)] + [op for b in program.blocks for op in b.ops]
+    ops = [op for _, ops, _ in program.regions() for op in ops]
     names = sorted({op.target for op in ops if rule_of(op.target) is None and not op.target.startswith("autopar.")})
     return [f"no sharding rule, so repeated on every tp rank: {', '.join(names)}"] if names else []
 
 
 def model_flop(program: Blocked, rows: int) -> float:
     """Forward and backward FLOP of one step, recompute not counted."""
-    small = program.at(1)
-    total = 0
-
-    def of(op: Op, values: Mapping[str, Any]) -> int:
-        return sum(flop(Site(op, tuple(values[n] for n in op.operands)), rule_of(op.target)))
-
-    for statement in small.body:
-        if isinstance(statement, Op):
-            total += of(statement, small.values)
-    for b in small.blocks:
-        total += len(b.paths) * sum(of(op, b.values) for op in b.ops)
+    regions = program.at(1).regions()
+    total = sum(n * sum(flop(Site.of(op, values), rule_of(op.target))) for values, ops, n in regions for op in ops)
     return float(total * rows)
 
 
 def fingerprint(program: Blocked) -> str:
     """A digest of names, shapes and operators; the batch size does not enter."""
     text = [f"{name} {p.value.shape} {p.value.dtype}" for name, p in program.all_parameters()]
-    ops = [s for s in program.body if isinstance(s, Op)] + [op for b in program.blocks for op in b.ops]
-    for op in ops:
+    for op in (op for _, ops, _ in program.regions() for op in ops):
         shapes = [tuple(str(n) if isinstance(n, Size) else n for n in v.shape) for v in op.results]
         text.append(f"{op.target} {shapes}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

@@ -228,7 +228,7 @@ class Search:
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
         self.rehearsals: dict[int, tuple[Lowered, Rehearsal]] = {}
         self.rejected: list[Candidate] = []
-        self.all_settled: dict[Pair, list[Settled]] = defaultdict(list)  # one of each sharding is lowered and rehearsed
+        self.all_settled: dict[Pair, list[Settled]] = defaultdict(list)  # one of each sharding
 
     def push(self, seconds: float, item: object) -> None:
         heapq.heappush(self.queue, (seconds, next(self.order), item))
@@ -289,8 +289,7 @@ class Search:
         if not size or self.bounds.hopeless(pair, stage, size):
             return False
         settled = self.settled(pair, self.terms(pair, stage, size))
-        none = self.problem.fix.get("recompute") == "none"
-        variant = Variant(settled, stage, size, self.layers(settled) if none else settled.recomputable)
+        variant = Variant(settled, stage, size, self.most_layers(settled))
         if self.fits(variant):
             return True
         if pair.tp > 1:
@@ -342,19 +341,18 @@ class Search:
         least = Terms(m, max(t.shards for t in every.values()), min(t.element_s for t in variants.values()))
         settled = self.settled(pair, least)
         bound = m * settled.lowered.sharding.bound_s
-        whole = sum(u.trained * u.count for u in self.problem.whole_units)
-        fewest = whole // pair.tp
+        fewest = self.problem.trained // pair.tp
         # a smaller microbatch may leave room for a stage that costs less
-        self.solved_s[pair] = bound - whole * (least.element_s - min(t.element_s for t in every.values()))
+        cheapest = min(t.element_s for t in every.values())
+        self.solved_s[pair] = bound - self.problem.trained * (least.element_s - cheapest)
         for (stage, size), terms in variants.items():
-            variant = Variant(settled, stage, size, self.layers(settled))
-            seconds = step_seconds(self.problem, variant)
-            recompute = self.bounds.recompute_seconds(pair, stage, size)
+            priced = self.priced(settled, stage, size)
             dearer = terms.element_s - least.element_s
             more = self.sums_s(settled, terms.shards) - self.sums_s(settled, least.shards)
-            if more + dearer * (settled.trained - fewest) <= GAP * seconds.total:
-                self.push(seconds.total + recompute, Candidate(variant, seconds, None))
+            if more + dearer * (settled.trained - fewest) <= GAP * priced.seconds.total:
+                self.push_unfitted(priced)
             else:
+                recompute = self.bounds.recompute_seconds(pair, stage, size)
                 self.push(bound + dearer * fewest + recompute, Unsettled(pair, stage, size))
 
     def terms(self, pair: Pair, zero: int, group: int) -> Terms:
@@ -364,25 +362,38 @@ class Search:
 
     def settle(self, one: Unsettled) -> None:
         settled = self.settled(one.pair, self.terms(one.pair, one.zero, one.group))
-        variant = Variant(settled, one.zero, one.group, self.layers(settled))
-        seconds = step_seconds(self.problem, variant)
-        recompute = self.bounds.recompute_seconds(one.pair, one.zero, one.group)
-        self.push(seconds.total + recompute, Candidate(variant, seconds, None))
+        self.push_unfitted(self.priced(settled, one.zero, one.group))
 
-    def layers(self, settled: Settled) -> tuple[int, ...]:
+    def priced(self, settled: Settled, zero: int, group: int) -> Candidate:
+        """A variant that recomputes only what is pinned, its memory not yet counted."""
+        variant = Variant(settled, zero, group, self.fewest_layers(settled))
+        return Candidate(variant, step_seconds(self.problem, variant), None)
+
+    def push_unfitted(self, one: Candidate) -> None:
+        variant = one.variant
+        recompute = self.bounds.recompute_seconds(variant.settled.pair, variant.zero, variant.group)
+        self.push(one.seconds.total + recompute, one)
+
+    def fewest_layers(self, settled: Settled) -> tuple[int, ...]:
         """Layers that are recomputed whatever the memory."""
         full = self.problem.fix.get("recompute") == "full"
         return settled.recomputable if full else tuple(0 for _ in settled.blocks)
+
+    def most_layers(self, settled: Settled) -> tuple[int, ...]:
+        """Layers that may be recomputed."""
+        none = self.problem.fix.get("recompute") == "none"
+        return tuple(0 for _ in settled.blocks) if none else settled.recomputable
 
     @cache  # noqa: B019
     def settled(self, pair: Pair, terms: Terms) -> Settled:
         self.solved += 1
         sharding = self.programme(pair).solve(terms)
         assert sharding is not None, "without a memory budget there is always a sharding"
-        same = (s for s in self.all_settled[pair] if s.lowered.sharding.chosen == sharding.chosen)
-        found = next(same, None) or settle(self.problem, pair, sharding)
-        self.all_settled[pair].append(found)
-        return found
+        for same in self.all_settled[pair]:  # lowered and rehearsed once
+            if same.lowered.sharding.chosen == sharding.chosen:
+                return same
+        self.all_settled[pair].append(settle(self.problem, pair, sharding))
+        return self.all_settled[pair][-1]
 
     def sums_s(self, settled: Settled, shards: int) -> float:
         """Seconds for the sums of partial gradients over tp."""
@@ -418,8 +429,7 @@ class Search:
                 return
             self.reject(replace(variant, recompute=variant.settled.recomputable))
         if variant.settled.pair.tp > 1:
-            full = "none" not in str(self.problem.fix.get("recompute", ""))
-            layers = variant.settled.recomputable if full else tuple(0 for _ in variant.recompute)
+            layers = self.most_layers(variant.settled)
             least = step_seconds(self.problem, replace(variant, recompute=layers))
             self.push(max(candidate.seconds.total, least.total), Finer(variant, layers))
 
@@ -523,9 +533,7 @@ class Search:
         choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
         pair, stage, size = min(choices, key=lambda c: self.bounds.bytes(*c))
         settled = self.settled(pair, self.terms(pair, stage, size))
-        full = problem.fix.get("recompute") != "none"
-        layers = settled.recomputable if full else tuple(0 for _ in settled.blocks)
-        self.reject(Variant(settled, stage, size, layers))
+        self.reject(Variant(settled, stage, size, self.most_layers(settled)))
 
     def reject(self, variant: Variant) -> None:
         held = step_bytes(self.problem, variant, self.rehearsal(variant.settled))

@@ -114,7 +114,7 @@ def wanted_cuts(program: Blocked, ranks: int) -> dict[str, frozenset[S]]:
             rule = rule_of(op.target)
             if rule is None:
                 continue
-            site = Site(op, tuple(values[name] for name in op.operands))
+            site = Site.of(op, values)
             known = {v.name: frozenset(wanted[v.name]) for v in op.results}
             for factor in rule.factors(site):
                 for blocks in block_counts(factor, site, known):
@@ -223,7 +223,7 @@ class Programme:
     def add_ops(self, region: Region, ops: Iterable[Op], values: Mapping[str, Value], weight: int) -> None:
         for op in ops:
             rule = rule_of(op.target)
-            site = Site(op, tuple(values[name] for name in op.operands))
+            site = Site.of(op, values)
             if self.axis.ranks == 1:
                 options = strategies(site, None, 1, {})[:1]
             else:

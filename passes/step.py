@@ -76,6 +76,14 @@ class Problem:
             _unit(self, path, count, ((p, p.value.elements) for p in parameters)) for path, parameters, count in paths
         )
 
+    @property
+    def elements(self) -> int:
+        return sum(u.elements * u.count for u in self.whole_units)
+
+    @property
+    def trained(self) -> int:
+        return sum(u.trained * u.count for u in self.whole_units)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -280,10 +288,9 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
     As if nothing were cut over tp and compute hid all it can: costs have economies of scale, so that no other number
     of elements costs less for each.
     """
-    units = problem.whole_units
-    elements = sum(u.trained * u.count for u in units)
-    hidden = dp_seconds(problem, _dp_uses(problem, pair, zero, group, units), Seconds(math.inf, math.inf))
-    return (hidden + update_seconds(problem, elements, group if zero else 1)) / elements if elements else 0.0
+    uses = _dp_uses(problem, pair, zero, group, problem.whole_units)
+    hidden = dp_seconds(problem, uses, Seconds(math.inf, math.inf))
+    return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,11 @@ class Site:
     op: Op
     operands: tuple[Value, ...]
 
+    @classmethod
+    def of(cls, op: Op, values: Mapping[str, Value]) -> Site:
+        """The operator among the values that it reads."""
+        return cls(op, tuple(values[name] for name in op.operands))
+
     @property
     def results(self) -> tuple[Value, ...]:
         return self.op.results
