@@ -423,7 +423,7 @@ def materialise(model: nn.Module) -> None:
 
 def _in_the_users_form(example: Any, batch: Mapping[str, Tensor]) -> Any:
     """The program's batch as the user's model takes it: the same keys, or the same positions."""
-    from passes.capture import batch_leaves
+    from passes.capture import batch_leaves, refilled
 
     rows = next(iter(batch.values())).shape[0]
 
@@ -434,12 +434,7 @@ def _in_the_users_form(example: Any, batch: Mapping[str, Tensor]) -> Any:
         # what the program does not read stays as in the example, for as many rows
         return value[[i % value.shape[0] for i in range(rows)]] if hasattr(value, "shape") and value.dim() else value
 
-    leaves = {key: own(key, value) for key, value in batch_leaves(example).items()}
-    if isinstance(example, Mapping):
-        return leaves
-    if isinstance(example, tuple) and hasattr(example, "_fields"):
-        return type(example)(*leaves.values())
-    return tuple(leaves.values()) if isinstance(example, tuple | list) else leaves[0]
+    return refilled(example, {key: own(key, value) for key, value in batch_leaves(example).items()})
 
 
 def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Difference:

@@ -19,6 +19,7 @@ from passes.normalize import counted_rows
 from passes.placements import S
 from passes.rules import rule_of
 from passes.rules.base import Factor, Site, block_counts
+from passes.rules.creation import SIZED
 from passes.rules.randomness import draws
 
 TRIAL_ROWS = 101  # a prime that no other size has as a factor tells the rows from everything else; shapes only
@@ -49,12 +50,8 @@ lift_fresh_copy.default to.dtype to.dtype_layout to.device _to_copy.default
 KEEP_NUMBERS = frozenset(f"aten.{name}" for name in _MOVED.split())  # operators after which a row number is still one
 COUNTING = frozenset(("int64", "int32"))  # dtypes that hold every row number
 
-_FILLED = """
-zeros.default ones.default full.default empty.memory_format new_zeros.default new_ones.default new_full.default
-new_empty.default rand.default randn.default randint.default randint.low normal.float_float
-expand.default repeat.default
-"""
-ALIKE = frozenset(f"aten.{name}" for name in _FILLED.split())  # operators that make rows which do not know their place
+# operators that make rows which do not know their place
+ALIKE = frozenset((*SIZED, "aten.expand.default", "aten.repeat.default"))
 
 Spread: TypeAlias = "S | Partial | RowNumber | None"  # None: the same for all rows
 

@@ -153,6 +153,15 @@ def batch_leaves(batch: Batch) -> dict[str | int, Any]:
     return dict(enumerate(batch if isinstance(batch, (tuple, list)) else (batch,)))
 
 
+def refilled(batch: Batch, leaves: Mapping[Any, Any]) -> Batch:
+    """A batch of the form of `batch` with other entries: the inverse of `batch_leaves`."""
+    if isinstance(batch, Mapping):
+        return dict(leaves)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # loss_fn may ask for batch.y
+        return type(batch)(*leaves.values())
+    return tuple(leaves.values()) if isinstance(batch, (tuple, list)) else leaves[0]
+
+
 def _holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, Mapping):
         return any(map(_holds_tensors, leaf.values()))
@@ -214,9 +223,7 @@ class _Step(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
         leaves = batch_leaves(self._batch) | dict(zip(self._keys, tensors, strict=True))
-        whole = leaves if isinstance(self._batch, Mapping) else tuple(leaves.values())
-        if isinstance(self._batch, tuple) and hasattr(self._batch, "_fields"):  # loss_fn may ask for batch.y
-            whole = type(self._batch)(*leaves.values())
+        whole = refilled(self._batch, leaves)
         args, kwargs = forward_arguments(self.model.forward, whole, self._loss_fn)
 
         def low(leaf: Any) -> Any:
@@ -227,8 +234,7 @@ class _Step(nn.Module):
             with contextlib.nullcontext() if self._dtype == torch.float32 else _OneDtype(self._dtype):
                 output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
             if self._loss_fn is not None:
-                output = _upcast(output)
-                output = self._loss_fn(output, whole if isinstance(self._batch, (Mapping, tuple, list)) else tensors[0])
+                output = self._loss_fn(_upcast(output), whole)
         loss = loss_of(output)
         if loss is None:
             raise _NoLoss(
@@ -683,9 +689,7 @@ class _Reader:
             if name in reader.cut and not self.no_grad:
                 detached = replace(self.values[name], name=self.name(user.name))
                 last = next(op for op in reversed(self.ops) if name in (v.name for v in op.results))
-                self.ops.append(
-                    replace(last, target="aten.detach.default", args=(Ref(name),), kwargs=(), results=(detached,))
-                )
+                self.ops.append(last.instead("aten.detach.default", (Ref(name),), detached))
                 self.values[detached.name] = detached
                 name = detached.name
             self.value_of[user.name] = name

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from passes.graph import Op, Ref, map_op
+from passes.graph import Op, numbered
 from passes.interpret import call
 from passes.rules.base import Rule, Site
 
@@ -16,10 +16,7 @@ def flop(site: Site, rule: Rule | None) -> tuple[int, int]:
     """Of the forward and of the backward."""
     if rule is not None:
         return rule.flop(site)
-    names = {name: f"v{i}" for i, name in enumerate(dict.fromkeys(site.op.operands))}
-    plain = map_op(site.op, lambda a: Ref(names[a.name]) if isinstance(a, Ref) else a)
-    described = tuple((v.sizes, v.dtype) for v in site.operands)
-    forward = _counted(Op(plain.target, plain.args, plain.kwargs, ()), described)
+    forward = _counted(numbered(site.op), tuple((v.sizes, v.dtype) for v in site.operands))
     return forward, 2 * forward if any(v.grad for v in site.results) else 0
 
 

@@ -118,6 +118,10 @@ class Op:
             return self.args[position]
         return dict(self.kwargs).get(keyword, default)
 
+    def instead(self, target: str, args: tuple[Arg, ...], *results: Value) -> Op:
+        """Another operator, from the same place of the user's code."""
+        return replace(self, target=target, args=args, kwargs=(), results=results)
+
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.results))} = {self.target}({', '.join(self.operands)})"
 
@@ -160,6 +164,14 @@ def mutates(op: Op) -> bool:
     """Whether the operator writes into its first operand (name_ in PyTorch's convention)."""
     name = op.target.split(".")[1]
     return name.endswith("_") and not name.endswith("__")
+
+
+def numbered(op: Op) -> Op:
+    """`op` with operands and results named by their position, of no place: equal for operators that do the same."""
+    numbers = {name: str(i) for i, name in enumerate(dict.fromkeys(op.operands))}
+    plain = map_op(op, lambda a: Ref(numbers[a.name]) if isinstance(a, Ref) else a)
+    results = tuple(replace(v, name=f"r{i}") for i, v in enumerate(op.results))
+    return replace(plain, results=results, module="", source="", in_loss=False)
 
 
 def rename(op: Op, names: dict[str, str]) -> Op:

@@ -114,9 +114,7 @@ def without_noops(graph: Graph) -> Graph:
             return tuple(
                 Same(result.name, name)
                 if values[name].shape == result.shape
-                else Op(
-                    "aten.expand.default", (Ref(name), result.shape), (), (result,), op.module, op.source, op.in_loss
-                )
+                else op.instead("aten.expand.default", (Ref(name), result.shape), result)
                 for name, result in zip(op.operands, op.results, strict=True)
             )
         if op.target == "aten.cat.default" and isinstance(op.args[0], tuple):  # a cache starts with an empty tensor
@@ -140,8 +138,7 @@ def without_noops(graph: Graph) -> Graph:
         if op.target in _SAME or (op.target in _CASTS and same_type):
             return (Same(op.name, first.name),)
         if op.target in _CASTS:
-            cast = Op("aten.to.dtype", (Ref(first.name), Atom(f"torch.{op.results[0].dtype}")), (), op.results)
-            return (replace(cast, module=op.module, source=op.source, in_loss=op.in_loss),)
+            return (op.instead("aten.to.dtype", (Ref(first.name), Atom(f"torch.{op.results[0].dtype}")), *op.results),)
         if op.target == "aten.native_dropout.default" and op.arg(1) == 0.0:
             return (Same(op.name, first.name),)
         if op.target in ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default") and (
@@ -169,15 +166,11 @@ def _copied(op: Op, values: dict[str, Value]) -> tuple[Op | Same, ...]:
     ops: list[Op] = []
     if source.dtype != result.dtype:
         cast = replace(source, name=f"{result.name}_cast", dtype=result.dtype)
-        args = (Ref(source.name), Atom(f"torch.{result.dtype}"))
-        ops.append(Op("aten.to.dtype", args, (), (cast,), op.module, op.source, op.in_loss))
+        ops.append(op.instead("aten.to.dtype", (Ref(source.name), Atom(f"torch.{result.dtype}")), cast))
         source = cast
     if source.shape == result.shape:
         return (*ops, Same(result.name, source.name))
-    return (
-        *ops,
-        Op("aten.expand.default", (Ref(source.name), result.shape), (), (result,), op.module, op.source, op.in_loss),
-    )
+    return (*ops, op.instead("aten.expand.default", (Ref(source.name), result.shape), result))
 
 
 _SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
@@ -206,7 +199,7 @@ def with_joined_slices(graph: Graph) -> Graph:
         def part(source: str, target: str, args: tuple[Arg, ...], length: int, suffix: str) -> None:
             shape = (*result.shape[:dim], length, *result.shape[dim + 1 :])
             made = replace(values[source], name=f"{result.name}_{suffix}", shape=shape)
-            ops.append(Op(target, (Ref(source), dim, *args), (), (made,), op.module, op.source, op.in_loss))
+            ops.append(op.instead(target, (Ref(source), dim, *args), made))
             parts.append(Ref(made.name))
 
         if first > 0:
@@ -217,7 +210,7 @@ def with_joined_slices(graph: Graph) -> Graph:
             parts.append(Ref(new))
         if last < size:
             part(old, "aten.slice.Tensor", (last, size), size - last, "after")
-        joined = Op("aten.cat.default", (tuple(parts), dim), (), op.results, op.module, op.source, op.in_loss)
+        joined = op.instead("aten.cat.default", (tuple(parts), dim), *op.results)
         return (*ops, joined)
 
     return substitute(graph, into)
@@ -415,9 +408,7 @@ def with_summed_losses(graph: Graph) -> Graph:
             per_row = divisor(shape if op.target in ELEMENTWISE_LOSSES else (shape[0], *shape[2:]))
             if per_row is None:
                 return (*ops, op)
-            divide = Op(
-                "aten.div.Scalar", (Ref(total.name), Rows(per_row)), (), (result,), op.module, op.source, op.in_loss
-            )
+            divide = op.instead("aten.div.Scalar", (Ref(total.name), Rows(per_row)), result)
             return (*ops, summed, divide)
         if op.target in ("aten.mean.default", "aten.mean.dim"):
             shape = values[op.operands[0]].shape
@@ -428,18 +419,7 @@ def with_summed_losses(graph: Graph) -> Graph:
                 total = replace(result, name=f"{result.name}_sum")
                 target = "aten.sum.dim_IntList" if op.target == "aten.mean.dim" else "aten.sum.default"
                 summed = replace(op, target=target, results=(total,))
-                return (
-                    summed,
-                    Op(
-                        "aten.div.Scalar",
-                        (Ref(total.name), Rows(per_row)),
-                        (),
-                        (result,),
-                        op.module,
-                        op.source,
-                        op.in_loss,
-                    ),
-                )
+                return (summed, op.instead("aten.div.Scalar", (Ref(total.name), Rows(per_row)), result))
         return (op,)
 
     return _with_dtypes(substitute(graph, into), widened)
@@ -449,9 +429,10 @@ def _with_dtypes(graph: Graph, changed: set[str]) -> Graph:
     """What is computed of the values in `changed`, which have another dtype than before, gets the dtype it now has."""
     if not changed:
         return graph
-    known = dict(graph.at(2).values)
+    small = graph.at(2)
+    known = dict(small.values)
     ops: list[Op] = []
-    for op, sized in zip(graph.ops, graph.at(2).ops, strict=True):
+    for op, sized in zip(graph.ops, small.ops, strict=True):
         if any(name in changed for name in op.operands):
             tensors = {
                 name: torch.empty(known[name].sizes, dtype=getattr(torch, known[name].dtype), device="meta")
@@ -476,17 +457,7 @@ def _in_fp32(op: Op, values: dict[str, Value]) -> tuple[tuple[Op, ...], Op]:
             wide[name] = f"{name}_fp32"
             if wide[name] not in values:
                 cast = replace(values[name], name=wide[name], dtype="float32")
-                casts.append(
-                    Op(
-                        "aten.to.dtype",
-                        (Ref(name), Atom("torch.float32")),
-                        (),
-                        (cast,),
-                        op.module,
-                        op.source,
-                        op.in_loss,
-                    )
-                )
+                casts.append(op.instead("aten.to.dtype", (Ref(name), Atom("torch.float32")), cast))
                 values[cast.name] = cast
     op = map_op(op, lambda a: Ref(wide.get(a.name, a.name)) if isinstance(a, Ref) else a)
     if wide:
@@ -502,7 +473,7 @@ def _counted(op: Op, total: Value, result: Value, values: dict[str, Value]) -> t
 
     def step(kind: str, args: tuple[Arg, ...], suffix: str, shape: tuple[int | Size, ...], dtype: str) -> Op:
         value = Value(f"{name}_{suffix}", shape, dtype, grad=False)
-        return Op(kind, args, (), (value,), op.module, op.source, op.in_loss)
+        return op.instead(kind, args, value)
 
     valid = step("aten.ne.Scalar", (Ref(target.name), ignored), "valid", target.shape, "bool")
     if len(op.operands) == 2:
@@ -519,7 +490,7 @@ def _counted(op: Op, total: Value, result: Value, values: dict[str, Value]) -> t
         counted = [valid, index, column, weights, flat, masked]
     last = counted[-1].results[0]
     count = step("aten.sum.default", (Ref(last.name),), "count", (), "int64" if last.dtype == "bool" else last.dtype)
-    divide = Op("aten.div.Tensor", (Ref(total.name), Ref(count.name)), (), (result,), op.module, op.source, op.in_loss)
+    divide = op.instead("aten.div.Tensor", (Ref(total.name), Ref(count.name)), result)
     return (*counted, count, divide)
 
 

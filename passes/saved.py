@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.graph import Op, Ref, Value, map_op
+from passes.graph import Op, numbered
 from passes.interpret import call
 from passes.rules.base import Site
 
@@ -34,11 +34,7 @@ def saved(site: Site) -> Saved:
     """What one operator keeps, for contiguous operands."""
     if not any(v.grad for v in site.results):
         return Saved(frozenset(), frozenset(), 0)
-    names = {name: f"v{i}" for i, name in enumerate(dict.fromkeys(site.op.operands))}
-    plain = map_op(site.op, lambda a: Ref(names[a.name]) if isinstance(a, Ref) else a)
-    described = tuple((v.sizes, v.dtype, v.grad) for v in site.operands)
-    results = tuple(Value(f"r{i}", v.shape, v.dtype, v.grad) for i, v in enumerate(site.results))
-    return _saved(Op(plain.target, plain.args, plain.kwargs, results), described)
+    return _saved(numbered(site.op), tuple((v.sizes, v.dtype, v.grad) for v in site.operands))
 
 
 @lru_cache(maxsize=20_000)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from passes.graph import Arg, Graph, Op, Ref, Value, map_op
+from passes.graph import Graph, Op, Value, numbered, rename
 from passes.normalize import without_noops
 
 KEPT = 2  # layers of each kind: the first may take its input from elsewhere
@@ -33,8 +33,9 @@ def make_shallow(model: nn.Module) -> bool:
                 seen: Counter[Look] = Counter()
                 kept = []
                 for layer in child:
-                    seen[look(layer)] += 1
-                    if seen[look(layer)] <= KEPT:
+                    kind = look(layer)
+                    seen[kind] += 1
+                    if seen[kind] <= KEPT:
                         kept.append(layer)
                 if len(kept) < len(child):
                     setattr(parent, name, type(child)(kept) if isinstance(child, nn.ModuleList) else type(child)(*kept))
@@ -74,33 +75,11 @@ def with_sizes_of(twin: Graph, graph: Graph, rows: int) -> Graph | None:
 
 def outlook(op: Op, operands: list[Value]) -> Look:
     """All that an operator is but for names: its line, its arguments, and its operands with their symbols."""
-    plain = numbered(op)
-    results = tuple((v.shape, v.dtype, v.grad) for v in op.results)
-    return (
-        plain.target,
-        plain.source,
-        plain.args,
-        plain.kwargs,
-        results,
-        *((v.shape, v.dtype, v.grad) for v in operands),
-    )
-
-
-def numbered(op: Op) -> Op:
-    """The operator with its operands and results named by their position, of no module."""
-    numbers = {name: str(i) for i, name in enumerate(dict.fromkeys(op.operands))}
-    results = tuple(replace(v, name=f"r{i}") for i, v in enumerate(op.results))
-    return replace(map_op(op, lambda arg: _named(arg, numbers)), results=results, module="", in_loss=False)
+    return op.source, numbered(op), *((v.shape, v.dtype, v.grad) for v in operands)
 
 
 def renamed(partner: Op, op: Op) -> Op:
-    """The twin's numbered operator under the names of `op`."""
+    """The twin's numbered operator in the place of `op`, under its names."""
     names = {str(i): name for i, name in enumerate(dict.fromkeys(op.operands))}
-    results = tuple(replace(v, name=own.name) for v, own in zip(partner.results, op.results, strict=True))
-    return replace(
-        map_op(partner, lambda arg: _named(arg, names)), results=results, module=op.module, in_loss=op.in_loss
-    )
-
-
-def _named(arg: Arg, names: dict[str, str]) -> Arg:
-    return Ref(names[arg.name]) if isinstance(arg, Ref) else arg
+    names |= {f"r{i}": v.name for i, v in enumerate(op.results)}
+    return replace(rename(partner, names), module=op.module, source=op.source, in_loss=op.in_loss)

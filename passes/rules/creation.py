@@ -42,10 +42,13 @@ _RANDOM = (
 )  # fmt: skip
 _WHOLE = "arange.default arange.start arange.start_step eye.default eye.m linspace.default scalar_tensor.default"
 
-CREATION: Mapping[str, Rule] = {
+SIZED: Mapping[str, Rule] = {  # what they make is alike wherever it stands in the tensor, or drawn
     **{f"aten.{name}": made_of_size(0) for name in _FROM_SIZE.split()},
     **{f"aten.{name}": made_of_size(1) for name in _FROM_TENSOR.split()},
     **{f"aten.{name}": made_of_size(position) for position, name in _RANDOM},
+}
+CREATION: Mapping[str, Rule] = {
+    **SIZED,
     **{f"aten.{name}": Rule(OperatorClass.POINTWISE, whole) for name in _WHOLE.split()},
     CONSTANT: Rule(OperatorClass.POINTWISE, whole),
 }
