@@ -38,14 +38,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from costmodels.errors import BadInput, CaptureError
-from passes.graph import CONSTANT, FLOATS, Arg, Atom, Graph, Op, Parameter, Ref, Size, Value, map_op, mutates, refs
+from passes.graph import (
+    COMPLEX,
+    CONSTANT,
+    FLOATS,
+    Arg,
+    Atom,
+    Graph,
+    Op,
+    Parameter,
+    Ref,
+    Size,
+    Value,
+    map_op,
+    mutates,
+    refs,
+)
 from passes.interpret import may_alias
 from passes.shallow import make_shallow, with_sizes_of
 
 LARGEST_LITERAL = 64  # elements of a tensor made inside forward that is written into the program
 ROWS = 2  # the batch that is traced; a symbol stands for it (0 and 1 would be specialised by torch)
 FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
-DETACHED = frozenset({"aten.detach.default", "aten.detach_.default"})
+DIFFERENTIABLE = FLOATS | COMPLEX
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -704,7 +719,7 @@ class _Reader:
         args = tuple(self.arg(a) for a in node.args)
         kwargs = tuple((k, self.arg(a)) for k, a in node.kwargs.items())
         reads = [self.values[name] for name in refs((*args, *(a for _, a in kwargs)))]
-        flows = target not in DETACHED and any(v.grad or v.name in self.cut for v in reads)
+        flows = not stops_gradients(target) and any(v.grad or v.name in self.cut for v in reads)
         grad = flows and not self.no_grad
         fakes = fake if isinstance(fake, (tuple, list)) else (fake,)
         names = {user.args[1]: user.name for user in node.users if "getitem" in str(user.target)}
@@ -717,7 +732,7 @@ class _Reader:
                 else self.name(node.name)
             )
             dtype = str(one.dtype).removeprefix("torch.")
-            results.append(_value(name, one, grad=grad and dtype in FLOATS))
+            results.append(_value(name, one, grad=grad and dtype in DIFFERENTIABLE))
         # several getitem nodes of one index read the same result
         for user in node.users:
             if "getitem" in str(user.target):
@@ -732,7 +747,7 @@ class _Reader:
             target, args, kwargs, tuple(results), module_path(node), where(node) or module_class(node), in_loss(node)
         )
         if flows and self.no_grad:
-            self.cut.update(v.name for v in results if v.dtype in FLOATS)
+            self.cut.update(v.name for v in results if v.dtype in DIFFERENTIABLE)
             activation = any(reads[0] in made.results for made in self.ops)
             if mutates(op) and reads[0].grad and activation:
                 raise CaptureError("under no_grad, it changes a tensor in place that has a gradient")
@@ -768,6 +783,12 @@ class _Reader:
         if arg is None or isinstance(arg, (int, float, bool, str)):
             return arg
         raise CaptureError(f"an operator has an argument of type {type(arg).__name__}, which is not supported")
+
+
+def stops_gradients(target: str) -> bool:
+    """Whether an operator takes of its operand no more than shape, dtype and device, or detaches it."""
+    name = target.split(".")[1]
+    return name in ("detach", "detach_") or name.endswith("_like") or name.startswith("new_")
 
 
 def module_path(node: Node) -> str:

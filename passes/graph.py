@@ -17,6 +17,7 @@ DTYPE_BYTES = {
     "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
+COMPLEX = frozenset({"complex64", "complex128"})
 
 
 CONSTANT = "autopar.constant.default"  # args: the values, nested as the shape

@@ -9,6 +9,7 @@ Each rewrite preserves the meaning and is tested by running both graphs. Unknown
     row counts            x.sum() / x.shape[0]                                    ->  x.sum() / rows of the global batch
     mean losses           cross_entropy(x, y, "mean")                             ->  cross_entropy(x, y, "sum") / count
     loss precision        cross_entropy(bf16)                                     ->  cross_entropy(fp32)
+    gradients             p, read behind x.detach() only                          ->  p, frozen
 
 Sums over the rows of a batch can be split over ranks and microbatches; means cannot (their parts weigh differently).
 """
@@ -38,7 +39,7 @@ def normalize(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     graph = with_grouped_queries(graph)
     graph = with_row_counts(graph)
     graph = with_summed_losses(graph)
-    return without_dead_code(graph), tuple(notes)
+    return with_settled_gradients(without_dead_code(graph)), tuple(notes)
 
 
 # -- helpers: rewriting keeps value names, so that nothing else has to change ---------------------------------------
@@ -75,6 +76,24 @@ def without_dead_code(graph: Graph) -> Graph:
             needed.update(op.operands)
             kept.append(op)
     return replace(graph, ops=tuple(reversed(kept)))
+
+
+def with_settled_gradients(graph: Graph) -> Graph:
+    """Marks what a gradient flows into: a parameter that reaches the loss behind a detach only counts as frozen."""
+    reached = {graph.loss}
+    for op in reversed(graph.ops):
+        if any(v.grad and v.name in reached for v in op.results):
+            reached.update(op.operands)
+    parameters = tuple(
+        replace(p, value=replace(p.value, grad=p.value.grad and p.value.name in reached)) for p in graph.parameters
+    )
+    trained = {p.value.name for p in parameters if p.value.grad}
+    ops: list[Op] = []
+    for op in graph.ops:
+        flows = any(name in trained for name in op.operands)
+        ops.append(replace(op, results=tuple(replace(v, grad=v.grad and flows) for v in op.results)))
+        trained.update(v.name for v in ops[-1].results if v.grad)
+    return replace(graph, parameters=parameters, ops=tuple(ops))
 
 
 # -- rewrites -----------------------------------------------------------------------------------------------------

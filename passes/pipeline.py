@@ -20,7 +20,7 @@ from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
 from passes.describe import alternatives, block_plans, collective_uses, headline
 from passes.emit import RESERVED, Emission, InputSpec, emit
 from passes.flop import flop
-from passes.graph import FLOATS, Graph, Op, Size, Value
+from passes.graph import COMPLEX, Size
 from passes.lower import LocalOp
 from passes.normalize import normalize, repeated_names
 from passes.placements import S
@@ -58,52 +58,12 @@ def capture_(state: State) -> State:
 def normalize_(state: State) -> State:
     state.progress("normalizing the graph")
     graph, notes = normalize(made(state.graph, "the graph"))
-    graph = with_settled_gradients(graph)
     for p in graph.parameters:
-        if not p.buffer and is_complex(p.value):
+        if not p.buffer and p.value.dtype in COMPLEX:
             raise BadInput(f"parameter {p.name} is complex, which is not supported; keep its real and imaginary parts")
     if not any(p.value.grad for p in graph.parameters):
         raise BadInput(f"no parameter of {state_name(state)} that requires a gradient reaches the loss")
     return replace(state, graph=graph, notes=state.notes + notes)
-
-
-def with_settled_gradients(graph: Graph) -> Graph:
-    """Marks what a gradient flows into: nothing behind a detach or a frozen parameter; complex values as all others.
-
-    A parameter from which no gradient comes, since it is read behind a detach only, counts as frozen.
-    """
-    carrying = {p.value.name for p in graph.parameters if p.value.grad}
-    unseen: set[str] = set()  # complex values and what is made of them, which the capture does not mark
-    for op in graph.ops:
-        name = op.target.split(".")[1]
-        stops = name == "detach" or name.endswith("_like") or name.startswith("new_")
-        flows = not stops and any(name in carrying for name in op.operands)
-        behind = flows and any(name in unseen for name in op.operands)
-        for v in op.results:
-            if flows and (v.grad or is_complex(v) or (behind and v.dtype in FLOATS)):
-                carrying.add(v.name)
-                unseen |= set() if v.grad else {v.name}
-
-    reached = {graph.loss}
-    for op in reversed(graph.ops):
-        if any(v.name in reached and v.name in carrying for v in op.results):
-            reached.update(op.operands)
-
-    parameters = tuple(
-        replace(p, value=replace(p.value, grad=p.value.grad and p.value.name in reached)) for p in graph.parameters
-    )
-    trained = {p.value.name for p in parameters if p.value.grad}
-    ops: list[Op] = []
-    for op in graph.ops:
-        flows = any(name in trained for name in op.operands)
-        results = tuple(replace(v, grad=flows and v.name in carrying) for v in op.results)
-        trained.update(v.name for v in results if v.grad)
-        ops.append(replace(op, results=results))
-    return replace(graph, parameters=parameters, ops=tuple(ops))
-
-
-def is_complex(value: Value) -> bool:
-    return value.dtype.startswith("complex")
 
 
 def batch_(state: State) -> State:
