@@ -47,6 +47,14 @@ class StaticBytes:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
+    def __add__(self, other: StaticBytes) -> StaticBytes:
+        return StaticBytes(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.buffers + other.buffers,
+        )
+
 
 @dataclass(frozen=True)
 class Unit:

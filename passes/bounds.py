@@ -46,11 +46,11 @@ class Bounds:
 
     def bytes(self, pair: Pair, zero: int, group: int) -> float:
         """A rank's share of the states, the inputs of every layer, and what the largest operator reads and writes."""
-        return self.states(pair, zero, group) + self.recomputed_bytes(pair.microbatch) / pair.tp
+        return self.states(pair, zero, group) + self.recomputed_bytes(pair.microbatch) / (pair.tp * pair.pp)
 
     def states(self, pair: Pair, zero: int, group: int) -> int:
         problem = self.problem
-        elements = problem.elements // pair.tp
+        elements = problem.elements // (pair.tp * pair.pp)
         kept = OPTIMIZER_COSTS[problem.optimizer].states
         states = 4 * (1 + kept) * elements // (group if zero else 1)
         if zero in (1, 2):
@@ -87,7 +87,7 @@ class Bounds:
         if "recompute" in self.problem.fix:
             return 0.0
         kinds = self.kinds(pair)
-        room = (self.limit_bytes - self.states(pair, zero, group)) * pair.tp
+        room = (self.limit_bytes - self.states(pair, zero, group)) * pair.tp * pair.pp
         excess = float(sum(kind.layers * kind.saved_bytes for kind in kinds) - room)
         once = 0.0
         for kind in sorted(kinds, key=lambda kind: kind.again_s / max(1, kind.freed_bytes)):

@@ -8,32 +8,43 @@ from costmodels.collectives import Collective
 from passes.lower import LocalOp, LocalRegion, Reshard
 from passes.placements import S, collectives
 from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Zero
-from passes.price import Axis
+from passes.price import Axis, local_bytes
 from passes.search import Candidate, Found
 from passes.state import Task
-from passes.step import Problem, Variant, dp_uses, run_again
+from passes.step import Problem, StageLoad, Variant, dp_uses, loads, pp_axis, run_again, shared_seconds
 
 
 def headline(name: str, variant: Variant, task: Task) -> str:
     """The first lines of program.py."""
     pair = variant.settled.pair
     zero = f", ZeRO-{variant.zero} over {variant.group}" if variant.zero else ""
-    local = min(pair.dp * pair.tp, task.cluster.devices_per_node)
+    devices = pair.pp * pair.dp * pair.tp
+    local = min(devices, task.cluster.devices_per_node)
+    pp = f"pp {pair.pp} ({variant.schedule}), " if variant.staging else ""
     return (
-        f"{name} on {pair.dp * pair.tp} processes: dp {pair.dp}, tp {pair.tp}{zero}, "
+        f"{name} on {devices} processes: {pp}dp {pair.dp}, tp {pair.tp}{zero}, "
         f"{pair.microbatches(task.global_batch)} microbatches of {pair.microbatch}, {task.precision}.\n\n"
         f"    torchrun --nproc-per-node {local} program.py --steps 10\n\n"
         "Written by autopar; yours to edit. Shapes in comments are those of one rank."
     )
 
 
-def block_plans(variant: Variant) -> tuple[BlockPlan, ...]:
-    """One line per distinct block, and one for what is outside of blocks."""
-    lowered = variant.settled.lowered
-    lines = []
-    for block, region, again in zip(lowered.program.blocks, lowered.blocks, variant.recompute, strict=True):
-        lines.append(BlockPlan(block.name, len(block.paths), again, words(region, variant)))
-    return (*lines, BlockPlan("outside blocks", 0, 0, words(lowered.root, variant)))
+def schedule_of(variant: Variant, global_batch: int) -> Schedule:
+    pair = variant.settled.pair
+    virtual = variant.staging.virtual_stages if variant.staging else 1
+    return Schedule(variant.schedule, pair.microbatch, pair.microbatches(global_batch), virtual)
+
+
+def block_plans(variant: Variant, stage: int) -> tuple[BlockPlan, ...]:
+    """One line per distinct block of a stage, and one for what is outside of blocks."""
+    lowered, part = variant.settled.lowered, variant.stages[stage]
+    counts = Counter(call.block for call in part.calls)
+    again = variant.recompute_by_stage[stage]
+    lines = [
+        BlockPlan(lowered.program.blocks[b].name, counts[b], again[b], words(lowered.blocks[b], variant))
+        for b in sorted(counts)
+    ]
+    return (*lines, BlockPlan("outside blocks", 0, 0, words(part.region, variant)))
 
 
 def words(region: LocalRegion, variant: Variant) -> str:
@@ -69,6 +80,7 @@ def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, 
     lowered = variant.settled.lowered
     axis = lowered.sharding.axis
     m = variant.settled.pair.microbatches(problem.global_batch)
+    every = loads(problem, variant)
     uses = [
         CollectiveUse(
             use.kind.value, use.axis.name, use.unit, use.full_bytes, use.per_pass * use.passes,
@@ -77,15 +89,41 @@ def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, 
         for use in dp_uses(problem, variant)
     ]  # fmt: skip
     if axis.ranks > 1:
-        for region, count in lowered.regions():
+        counts = [len(block.paths) for block in lowered.program.blocks]
+        roots = [(part.region, 1) for part in variant.stages]
+        for region, count in (*roots, *zip(lowered.blocks, counts, strict=True)):
             for statement in region.statements:
                 uses.extend(_uses(statement, axis, m * count))
         for region, again in zip(lowered.blocks, variant.recompute, strict=True):
             for statement in run_again(region):
                 uses.extend(_uses(statement, axis, m * again, backward=False) if again else ())
-        if variant.partial_bytes:
-            uses.append(_use(axis, "all_reduce", "partial gradients", variant.partial_bytes, 1))
+        partial = sum(load.partial_bytes for load in every) // (variant.group if variant.zero else 1)
+        if partial:
+            uses.append(_use(axis, "all_reduce", "partial gradients", partial, 1))
+    if variant.staging is not None:
+        uses += _between_stages(problem, variant, every, m)
     return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name)))
+
+
+def _between_stages(
+    problem: Problem, variant: Variant, every: tuple[StageLoad, ...], microbatches: int
+) -> list[CollectiveUse]:
+    """What every stage hands to the next, there and back, and sums of what stages share."""
+    uses = []
+    axis = pp_axis(problem, variant.settled.pair)
+    for k, part in enumerate(variant.stages[:-1]):
+        if variant.rank_of(k) == variant.rank_of(k + 1):
+            continue
+        for name in part.region.outputs:
+            local = part.region.locals[name]
+            size = local_bytes(local.value, local.placement, variant.settled.pair.tp)
+            count = microbatches * (2 if local.value.grad else 1)
+            seconds = count * axis.seconds(Collective.SEND, size)
+            uses.append(CollectiveUse(Collective.SEND.value, "pp", name, size, count, seconds))
+    if shared_s := shared_seconds(problem, variant, every):
+        size = max(load.shared_bytes for load in every) // (variant.group if variant.zero else 1)
+        uses.append(CollectiveUse(Collective.ALL_REDUCE.value, "pp", "shared gradients", size, 1, shared_s))
+    return uses
 
 
 def _uses(statement: object, axis: Axis, count: int, backward: bool = True) -> list[CollectiveUse]:
@@ -112,9 +150,9 @@ def _alternative(one: Candidate, global_batch: int) -> Alternative:
     pair = one.variant.settled.pair
     layers = sum(one.variant.recompute)
     return Alternative(
-        mesh=Mesh(dp=pair.dp, tp=pair.tp),
+        mesh=Mesh(pp=pair.pp, dp=pair.dp, tp=pair.tp),
         zero=Zero(one.variant.zero, one.variant.group),
-        schedule=Schedule("none", pair.microbatch, pair.microbatches(global_batch)),
+        schedule=schedule_of(one.variant, global_batch),
         recompute=f"{layers} layers" if layers else "none",
         step_time_s=one.seconds.total,
         peak_bytes=one.bytes.peak if one.bytes else 0,

@@ -22,10 +22,12 @@ from passes.rules.loss import VOCABULARY
 from passes.rules.matmul import BIAS_ONCE
 from passes.rules.randomness import draws
 from passes.spelling import Speller, Text
+from passes.stages import LocalStage, reads_of, results_of, shared, stages
 
 WIDTH = 118
 INDENT = 8  # of a statement in a method
 RUNTIME = [
+    "Edge",
     "I",
     "Input",
     "P",
@@ -33,6 +35,7 @@ RUNTIME = [
     "R",
     "S",
     "ShardedModule",
+    "Stage",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -75,9 +78,11 @@ class Emission:
     inputs: tuple[InputSpec, ...]
     prologue: tuple[Op, ...]  # for any batch
     normalizers: tuple[str, ...]
-    recompute: tuple[int, ...]  # per block: how many of its layers are recomputed, from the first on
+    recompute: tuple[tuple[int, ...], ...]  # per stage and block: how many layers are recomputed, from the first on
     frozen: frozenset[str] = frozenset()  # full names of parameters that get no gradient
     unread: tuple[Parameter, ...] = ()
+    cuts: tuple[int, ...] = ()  # where stages begin, in the statements of the root
+    schedule: str = "none"
 
 
 def emit(lowered: Lowered, emission: Emission) -> str:
@@ -86,13 +91,14 @@ def emit(lowered: Lowered, emission: Emission) -> str:
         _block_class(block, region, lowered, emission)
         for block, region in zip(lowered.program.blocks, lowered.blocks, strict=True)
     ]
-    classes.append(_model_class(lowered, emission))
+    parts = stages(lowered, emission.cuts)
+    classes += [_stage_class(number, parts, lowered, emission) for number in range(len(parts))]
     body = "\n\n\n".join(classes)
-    tail = _program(lowered, emission)
+    tail = _program(lowered, emission, parts)
     used = [name for name in RUNTIME if re.search(rf"\b{name}\b", body + tail)]
     imports = "from autopar.runtime import (\n" + indent(",\n".join(used), "    ") + ",\n)"
     libraries = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
-    torch = "\n".join(line for mark, line in libraries.items() if re.search(mark, body))
+    torch = "\n".join(line for mark, line in libraries.items() if re.search(mark, body + tail))
     head = "\n\n".join((f'"""{emission.title}\n"""', *([torch] if torch else []), imports, ""))
     head += f"ROWS = {emission.rows}  # of the global batch\n"
     return f"{head}\n\n{body}\n\n\n{tail}"
@@ -123,7 +129,13 @@ class _Names:
         self.taken.discard(self.live[value])
 
 
-RESERVED = frozenset(("self", "torch", "F", "ROWS", "PROGRAM", "Model", "block", "number", *RUNTIME))
+MOST_STAGES = 4096
+RESERVED = frozenset(
+    (
+        *("self", "torch", "F", "ROWS", "PROGRAM", "Model", "block", "number", *RUNTIME),
+        *(f"Stage{number}" for number in range(MOST_STAGES)),
+    )
+)
 
 
 def attribute(path: str) -> str:
@@ -163,10 +175,10 @@ class _Body:
         self.axis = self.lowered.sharding.axis.name
         self.uses: Counter[str] = Counter(self.region.outputs)
         for statement in self.region.statements:
-            self.uses.update(_reads(statement))
+            self.uses.update(reads_of(statement))
         self.last: dict[str, int] = {}
         for i, statement in enumerate(self.region.statements):
-            for name in _reads(statement):
+            for name in reads_of(statement):
                 self.last[name] = i
         # the last operator of a module that has no modules inside is known by the module's name
         modules = {st.op.module for st in self.region.statements if isinstance(st, LocalOp)}
@@ -241,7 +253,7 @@ class _Body:
         """Whether the only reader comes next and the line stays short."""
         if isinstance(statement, LocalOp) and (draws(statement.op) or mutates(statement.op)):
             return False
-        if following is None or isinstance(following, LocalCall) or result not in _reads(following):
+        if not isinstance(following, (LocalOp, Reshard)) or result not in reads_of(following):
             return False
         if isinstance(following, LocalOp) and draws(following.op):
             return False
@@ -250,11 +262,11 @@ class _Body:
     def free(self, i: int, statement: LocalOp | Reshard, keep: bool = False) -> None:
         """Names of values that nobody reads after this statement may be used again."""
         if keep:  # the text of an inlined value still mentions them
-            for name in _reads(statement):
+            for name in reads_of(statement):
                 if self.last[name] == i:
-                    self.inlined.setdefault(_results(statement)[0], set()).update(self.roots(name))
+                    self.inlined.setdefault(results_of(statement)[0], set()).update(self.roots(name))
             return
-        for name in set(_reads(statement)):
+        for name in set(reads_of(statement)):
             if self.last[name] == i:
                 for root in self.roots(name):
                     if root in self.names.live and root not in self.region.outputs:
@@ -390,19 +402,6 @@ def broken(line: str) -> str:
     return f"{line[: start + 1]}\n{arguments})"
 
 
-def _reads(statement: object) -> tuple[str, ...]:
-    if isinstance(statement, LocalOp):
-        return statement.op.operands
-    if isinstance(statement, Reshard):
-        return (statement.value.name,)
-    assert isinstance(statement, LocalCall)
-    return statement.args
-
-
-def _results(statement: LocalOp | Reshard) -> list[str]:
-    return [statement.result] if isinstance(statement, Reshard) else [v.name for v in statement.op.results]
-
-
 # -- classes --------------------------------------------------------------------------------------------------------
 
 
@@ -473,49 +472,72 @@ def _shape_note(region: LocalRegion, name: str, argument: str, lowered: Lowered)
     return f"# {argument} {shape}{lies}"
 
 
-def _model_class(lowered: Lowered, emission: Emission) -> str:
-    program = lowered.program
+def _stage_class(number: int, parts: tuple[LocalStage, ...], lowered: Lowered, emission: Emission) -> str:
+    program, part = lowered.program, parts[number]
     axis = lowered.sharding.axis
-    beside = tuple(f"{container}." if container else "" for container in _numbers(program.blocks))
-    own = _declarations(lowered.root, lowered, emission)
+    numbers = _numbers(program.blocks, part)
+    beside = tuple(f"{container}." if container else "" for container in numbers)
+    own = _declarations(part.region, lowered, emission)
     # what two layers share, or the loss never reads, may be found in a layer or beside it, so it comes after them
     outside = [line for name, line in own if not name.startswith(beside)]
     inside = [line for name, line in own if name.startswith(beside)]
-    init = ["super().__init__()", *outside, *_containers(lowered), *inside]
-    init += [_declared(p, I, axis.ranks, axis.name, not p.buffer) for p in emission.unread]
-    for parameter in program.parameters:
+    init = ["super().__init__()", *outside, *_containers(numbers), *inside]
+    if number == 0:
+        init += [_declared(p, I, axis.ranks, axis.name, not p.buffer) for p in emission.unread]
+    unread = emission.unread if number == 0 else ()
+    for parameter in (*(p for p, _ in part.region.parameters), *unread):
         init += [f'self.alias("{other}", "{parameter.name}")' for other in parameter.names[1:]]
-    for block in program.blocks:
-        for path in block.paths:
-            for parameter in block.parameters:
+    for block, instances in _instances(part).items():
+        for path in (program.blocks[block].paths[i] for i in instances):
+            for parameter in program.blocks[block].parameters:
                 init += [f'self.alias("{path}.{other}", "{path}.{parameter.name}")' for other in parameter.names[1:]]
     methods = [_method("__init__", [], init)]
-    arguments = _arguments(emission)
-    if emission.normalizers:
-        methods.append(_normalizers(lowered, emission, arguments))
-    methods.append(_forward(lowered, emission, arguments))
-    loss = lowered.loss_placement
-    says = "Gives this microbatch's share of the loss" + (f", a partial sum over {axis.name}." if loss is P else ".")
-    return "class Model(ShardedModule):\n" + indent(f'"""{says}"""\n\n' + "\n\n".join(methods), "    ")
+    arguments = _arguments(part, emission)
+    if set(part.reads) & set(emission.normalizers):
+        methods.append(_normalizers(part, lowered, emission, len(parts) == 1))
+    methods.append(_forward(number, part, lowered, emission, arguments))
+    if number + 1 < len(parts):
+        says = "Gives what the next stage takes."
+    else:
+        loss = lowered.loss_placement
+        says = "Gives this microbatch's share of the loss" + (
+            f", a partial sum over {axis.name}." if loss is P else "."
+        )
+    if len(parts) > 1:
+        says = f"Stage {number} of {len(parts)}. {says}"
+    name = "Model" if len(parts) == 1 else f"Stage{number}"
+    return f"class {name}(ShardedModule):\n" + indent(f'"""{says}"""\n\n' + "\n\n".join(methods), "    ")
 
 
-def _numbers(blocks: tuple[Block, ...]) -> dict[str, dict[int, str]]:
-    """The class of every layer, by container and number."""
+def _instances(part: LocalStage) -> dict[int, list[int]]:
+    """The layers that a stage calls, by block."""
+    found: dict[int, list[int]] = {}
+    for call in part.calls:
+        found.setdefault(call.block, []).append(call.instance)
+    return found
+
+
+def _numbers(blocks: tuple[Block, ...], part: LocalStage) -> dict[str, dict[int, str]]:
+    """The class of every layer of a stage, by container and number."""
     found: dict[str, dict[int, str]] = {}
-    for block in blocks:
-        for path in block.paths:
+    for block, instances in _instances(part).items():
+        for path in (blocks[block].paths[i] for i in instances):
             container, _, number = path.rpartition(".")
-            found.setdefault(container, {})[int(number)] = block.name
-    return {container: dict(sorted(layers.items())) for container, layers in found.items()}
+            found.setdefault(container, {})[int(number)] = blocks[block].name
+    return {container: dict(sorted(layers.items())) for container, layers in sorted(found.items())}
 
 
-def _containers(lowered: Lowered) -> list[str]:
+def _containers(numbers: Mapping[str, Mapping[int, str]]) -> list[str]:
     """The numbered containers, filled in the user's order."""
     lines = []
-    for container, layers in _numbers(lowered.program.blocks).items():
+    for container, layers in numbers.items():
         kinds = list(layers.values())
-        if list(layers) != list(range(len(kinds))):  # others stand between
-            made = f"{{{', '.join(f'{number}: {kind}()' for number, kind in layers.items())}}}"
+        if list(layers) != list(range(len(kinds))):  # others stand between, or in other stages
+            first, last = min(layers), max(layers)
+            if len(set(kinds)) == 1 and 2 < len(kinds) == last + 1 - first:
+                made = f"{{number: {kinds[0]}() for number in range({first}, {last + 1})}}"
+            else:
+                made = f"{{{', '.join(f'{number}: {kind}()' for number, kind in layers.items())}}}"
         elif len(set(kinds)) == 1:
             made = f"[{kinds[0]}() for _ in range({len(kinds)})]"
         else:
@@ -524,14 +546,25 @@ def _containers(lowered: Lowered) -> list[str]:
     return lines
 
 
-def _arguments(emission: Emission) -> dict[str, str]:
-    """How the model's methods call each input and, after them, each normalizer."""
+def _arguments(part: LocalStage, emission: Emission) -> dict[str, str]:
+    """How the methods of a stage call what it is given: received values, inputs and, after them, normalizers."""
     names = _Names(set(RESERVED))
-    return {value: names.give(value) for value in (*(spec.name for spec in emission.inputs), *emission.normalizers)}
+    first = next((v for v in part.received if part.region.locals[v].value.grad), None)
+    given = {value: names.give(value, "x" if value == first else value) for value in part.received}
+    return given | {value: names.give(value) for value in part.reads}
 
 
-def _normalizers(lowered: Lowered, emission: Emission, arguments: Mapping[str, str]) -> str:
-    given = {spec.name: arguments[spec.name] for spec in emission.inputs}
+def _counted(part: LocalStage, emission: Emission, whole: bool) -> tuple[str, ...]:
+    """The inputs that the normalizers of a stage are made of; of the whole model, all."""
+    if not set(part.reads) & set(emission.normalizers):
+        return ()
+    read = {name for op in emission.prologue for name in op.operands}
+    return tuple(spec.name for spec in emission.inputs if whole or spec.name in read)
+
+
+def _normalizers(part: LocalStage, lowered: Lowered, emission: Emission, whole: bool) -> str:
+    given_names = _Names(set(RESERVED))
+    given = {name: given_names.give(name) for name in _counted(part, emission, whole)}
     names = list(given.values())
     texts = {value: Text(name) for value, name in given.items()}
     texts |= {p.value.name: Text(tensor(p.name)) for p in lowered.program.parameters}
@@ -543,17 +576,19 @@ def _normalizers(lowered: Lowered, emission: Emission, arguments: Mapping[str, s
         bound = [taken.give(v.name) for v in op.results]
         texts |= {v.name: Text(n) for v, n in zip(op.results, bound, strict=True)}
         lines.append(f"{', '.join(bound)} = {written}  # {list(op.results[0].sizes)}")
-    lines.append(f"return ({', '.join(texts[n].source for n in emission.normalizers)},)")
+    lines.append(f"return ({', '.join(texts[n].source for n in emission.normalizers if n in part.reads)},)")
     return _method("normalizers", names, lines)
 
 
-def _forward(lowered: Lowered, emission: Emission, given: Mapping[str, str]) -> str:
-    program, region = lowered.program, lowered.root
+def _forward(number: int, part: LocalStage, lowered: Lowered, emission: Emission, given: Mapping[str, str]) -> str:
+    program, region = lowered.program, part.region
     body = _Body(region, lowered, emission)
+    body.sites = part.draws
     body.bind_parameters({p.value.name: p.name for p, _ in region.parameters})
     arguments = list(given.values())
     body.bind_arguments(given)
     body.device = f"{arguments[0]}.device"
+    shapes = [_shape_note(region, value, given[value], lowered) for value in part.received]
     statements = region.statements
     calls = [s for s in statements if isinstance(s, LocalCall)]
     for call in calls:  # what a layer takes first is called x, as inside the layer
@@ -564,18 +599,18 @@ def _forward(lowered: Lowered, emission: Emission, given: Mapping[str, str]) -> 
     while i < len(statements):
         statement = statements[i]
         if isinstance(statement, LocalCall):
-            i = _calls(body, program.blocks, emission, i)
+            i = _calls(body, program, part, emission.recompute[number], i)
             continue
         following = statements[i + 1] if i + 1 < len(statements) else None
         body.statement(i, statement, following)
         i += 1
-    lines = [*body.lines, f"return {body.value(region.outputs[0]).source}"]
+    lines = [*shapes, *body.lines, f"return {', '.join(body.value(name).source for name in region.outputs)}"]
     return _method("forward", arguments, lines)
 
 
-def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: int) -> int:
+def _calls(body: _Body, program: Blocked, part: LocalStage, recompute: tuple[int, ...], start: int) -> int:
     """Writes the run of layers that starts here, as a loop where each layer takes what the one before gave."""
-    statements = body.region.statements
+    statements, blocks = body.region.statements, program.blocks
     first = statements[start]
     assert isinstance(first, LocalCall)
     block = blocks[first.block]
@@ -584,14 +619,13 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
     while end < len(statements) and _continues(body, statements[end - 1], statements[end], blocks):
         end += 1
     count = end - start
-    recomputed = emission.recompute[first.block]
     numbers = [int(block.paths[first.instance + k].rpartition(".")[2]) for k in range(count)]
     arguments = [body.value(a).source for a in first.args]
     last = statements[end - 1]
     assert isinstance(last, LocalCall)
     outputs = [v.name for v in last.results]
     carried = _carried_position(first, statements[start + 1]) if count > 1 else 0
-    ended = {a for s in statements[start:end] for a in _reads(s) if body.last[a] < end and a in body.names.live}
+    ended = {a for s in statements[start:end] for a in reads_of(s) if body.last[a] < end and a in body.names.live}
     ended -= {*body.region.outputs}
     again = {a for i, a in enumerate(first.args) if i != carried} if count > 1 else set()  # read in every turn
     for value in ended - again:
@@ -603,7 +637,7 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
         body.texts[output] = Text(name)
     target = ", ".join(bound)
     layers = attribute(container)
-    saved = max(0, min(count, recomputed - first.instance))
+    saved = max(0, min(count, recompute[first.block] - _instances(part)[first.block].index(first.instance)))
     if count == 1:
         layer = f"{layers}[{numbers[0]}]"
         body.lines.append(f"{target} = {_called(layer, arguments, saved > 0)}")
@@ -612,17 +646,18 @@ def _calls(body: _Body, blocks: tuple[Block, ...], emission: Emission, start: in
         body.lines.append(f"{target} = {arguments[carried]}")
         arguments[carried] = target
     # where not every child is a layer, or the container is the model itself, it is no list
-    alone = container and list(_numbers(blocks)[container]) == list(range(_children(body.lowered.program, container)))
-    for part, recomputes in ((numbers[:saved], True), (numbers[saved:], False)):
-        if not part:
+    here = _numbers(blocks, part)[container]
+    alone = container and list(here) == list(range(_children(program, container)))
+    for some, recomputes in ((numbers[:saved], True), (numbers[saved:], False)):
+        if not some:
             continue
-        span = range(part[0], part[-1] + 1)
+        span = range(some[0], some[-1] + 1)
         if not alone:
             layer = f"{layers}[number]"
             body.lines.append(f"for number in {span}:")
         else:
             layer = "block"
-            cut = "" if len(span) == len(_numbers(blocks)[container]) else f"[{span.start}:{span.stop}]"
+            cut = "" if len(span) == len(here) else f"[{span.start}:{span.stop}]"
             body.lines.append(f"for block in {layers}{cut}:")
         body.lines.append(f"    {target} = {_called(layer, arguments, recomputes)}")
     return end
@@ -657,10 +692,35 @@ def _continues(body: _Body, before: object, statement: object, blocks: tuple[Blo
     return fresh == [result] and numbers[1] == numbers[0] + 1 and body.uses[result] == 1
 
 
-def _program(lowered: Lowered, emission: Emission) -> str:
+def _program(lowered: Lowered, emission: Emission, parts: tuple[LocalStage, ...]) -> str:
     """What is to be run, and running it."""
     mesh = ", ".join(f'"{axis}": {size}' for axis, size in emission.mesh.items())
-    lines = ["PROGRAM = Program(", "    model=Model,", f"    mesh={{{mesh}}},"]
+    lines = ["PROGRAM = Program("]
+    if len(parts) == 1:
+        lines.append("    model=Model,")
+    else:
+        lines.append("    model=(")
+        for number, part in enumerate(parts):
+            read = tuple(name for name in part.reads if name not in emission.normalizers)
+            stage = f"Stage{number}"
+            for what, names in (("reads", read), ("counts", _counted(part, emission, whole=False))):
+                listed = ", ".join(f'"{name}"' for name in names)
+                stage += f", {what}=({listed}{',' if len(names) == 1 else ''})" if names else ""
+            if number + 1 == len(parts):
+                lines.append(f"        Stage({stage}),")
+                continue
+            edges = [_edge(part.region, name, lowered) for name in part.region.outputs]
+            lines.append(f"        Stage({stage}, gives=(")
+            lines += [f"            {edge}," for edge in edges]
+            lines.append("        )),")
+        lines.append("    ),")
+    lines.append(f"    mesh={{{mesh}}},")
+    if emission.schedule != "none":
+        lines.append(f'    schedule="{emission.schedule}",')
+    if both := shared(parts):
+        lines.append("    shared={")
+        lines += [f'        "{name}": {numbers},' for name, numbers in both.items()]
+        lines.append("    },")
     lines.append(f"    zero={emission.zero},")
     lines.append(f"    zero_group={emission.zero_group},")
     lines.append(f"    microbatches={emission.microbatches},")
@@ -678,3 +738,16 @@ def _program(lowered: Lowered, emission: Emission) -> str:
     lines.append(")")
     lines += ["", 'if __name__ == "__main__":', "    main(PROGRAM)", ""]
     return "\n".join(lines)
+
+
+def _edge(region: LocalRegion, name: str, lowered: Lowered) -> str:
+    """How a tensor travels between two stages."""
+    value, lies = region.locals[name].value, region.locals[name].placement
+    parts = [*map(str, value.sizes)]
+    if value.dtype != "float32":
+        parts.append(f"dtype=torch.{value.dtype}")
+    if lies is not I:
+        parts.append(f"{lowered.sharding.axis.name}={lies}")
+    if not value.grad:
+        parts.append("grad=False")
+    return f"Edge({', '.join(parts)})"

@@ -11,13 +11,16 @@ What layers and root hold comes from the rehearsal of the program, what the data
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
 from costmodels.memory import FP32_BYTES, Engine, Kind, StaticBytes, Unit
+from costmodels.schedules import held
 from passes.rehearse import BlockMemory, Held, Rehearsal, Stretch
-from passes.step import OPTIMIZER_COSTS, Problem, Variant
+from passes.schedules import SCHEDULES
+from passes.step import OPTIMIZER_COSTS, Problem, Variant, loads, timetable
 
 BUCKET_BYTES = 64 * 2**20  # of partial gradients, copied together to be summed over tp
 
@@ -38,24 +41,82 @@ class StepBytes:
         return self.static.total + self.activations + self.logits + self.transient + self.inputs
 
 
-def step_bytes(problem: Problem, variant: Variant, rehearsal: Rehearsal) -> StepBytes:
-    """Memory of a variant, from the rehearsal of its program."""
-    settled = variant.settled
+def step_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsal]) -> StepBytes:
+    """Memory of the fullest rank of a variant, from the rehearsals of its stages."""
+    return max(rank_bytes(problem, variant, rehearsals), key=lambda held: held.peak)
+
+
+def rank_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsal]) -> tuple[StepBytes, ...]:
+    """Memory of each pp rank: of whichever of its stages works at the fullest moment, beside what the others hold."""
+    every = loads(problem, variant)
+    m = variant.settled.pair.microbatches(problem.global_batch)
+    waiting = _waiting(problem, variant, rehearsals)
+    found = []
+    for rank, own in enumerate(variant.by_rank):
+        inputs = sum(m * rehearsals[k].input_bytes + rehearsals[k].buffer_bytes for k in own)
+        peaks = []
+        for stage in own:
+            others = [k for k in own if k != stage]
+            resting = [engine_of(problem, variant, rehearsals[k], first=False, last=False) for k in others]
+            watch = _Watch(inputs, resting)
+            partial = sum(every[k].partial_bytes for k in own)
+            parameters = [p for k in own for p in rehearsals[k].parameters]
+            peaks.append(
+                _stage_bytes(problem, variant, stage, rehearsals[stage], watch, waiting[rank], partial, parameters)
+            )
+        found.append(max(peaks, key=lambda held: held.peak))
+    return tuple(found)
+
+
+def _stage_bytes(
+    problem: Problem,
+    variant: Variant,
+    stage: int,
+    rehearsal: Rehearsal,
+    watch: _Watch,
+    waiting: int,
+    partial: int,
+    parameters: list[Held],
+) -> StepBytes:
+    """The fullest moment of a rank while one of its stages works, or updates `parameters`."""
     shards = variant.group if variant.zero else 1
-    m = settled.pair.microbatches(problem.global_batch)
-    inputs = m * sum(v.bytes for v in settled.lowered.program.inputs) + rehearsal.buffer_bytes
-    watch = _Watch(inputs)
+    m = variant.settled.pair.microbatches(problem.global_batch)
+    recompute = variant.recompute_by_stage[stage]
+    watch.received = rehearsal.root.received_bytes
     # microbatches between the first and the last are alike
     for i in sorted({0, m // 2, m - 1}):
         watch.engine = engine_of(problem, variant, rehearsal, first=i == 0, last=i == m - 1)
-        _microbatch(watch, variant, rehearsal, shards)
+        alone = i == m - 1 and not watch.resting  # nothing else is left to wait for
+        watch.waiting = 0 if alone else max(0, waiting - _kept(recompute, rehearsal))
+        _microbatch(watch, recompute, rehearsal, shards)
+    watch.waiting = watch.received = 0
     # gradients that are partial over tp are copied together to be summed; then the update
-    partial = min(settled.partial_bytes // shards, BUCKET_BYTES) if settled.pair.tp > 1 else 0
-    for temporaries in (partial, update_bytes(problem, rehearsal.parameters, shards)):
+    summed = min(partial // shards, BUCKET_BYTES) if variant.settled.pair.tp > 1 else 0
+    for temporaries in (summed, update_bytes(problem, parameters, shards)):
         watch.engine.rest(temporaries)
         watch.see(0)
     assert watch.peak is not None, "seen a moment ago"
     return replace(watch.peak, saved=watch.saved)
+
+
+def _kept(recompute: Sequence[int], rehearsal: Rehearsal) -> int:
+    """What one microbatch holds between the forward and the backward of a stage."""
+    done = [0] * len(recompute)
+    kept = rehearsal.root.forward[-1].live_bytes + rehearsal.root.received_bytes
+    for b in rehearsal.root.calls:
+        kept += (rehearsal.recomputed if done[b] < recompute[b] else rehearsal.blocks)[b].saved_bytes
+        done[b] += 1
+    return kept
+
+
+def _waiting(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsal]) -> tuple[int, ...]:
+    """Of each rank, the most bytes that its microbatches hold at one moment of the schedule."""
+    kept = [_kept(again, one) for again, one in zip(variant.recompute_by_stage, rehearsals, strict=True)]
+    if variant.staging is None:
+        return tuple(kept)
+    m = variant.settled.pair.microbatches(problem.global_batch)
+    # where gradients of weights wait, the gradients of what they are made of wait too
+    return held(timetable(variant, m), kept, kept)
 
 
 class _Watch:
@@ -63,19 +124,24 @@ class _Watch:
 
     engine: Engine
 
-    def __init__(self, inputs: int) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: int, resting: Sequence[Engine]) -> None:
+        self.inputs, self.resting = inputs, resting
         self.peak: StepBytes | None = None
         self.saved = 0
+        self.waiting = 0  # of other microbatches
+        self.received = 0  # of this one
 
     def see(self, activations: int, transient: int = 0, logits: int = 0) -> None:
         static = self.engine.now()
+        for other in self.resting:
+            static += other.now()
+        activations += self.waiting + self.received
         total = static.total + activations + transient + logits + self.inputs
         if self.peak is None or total > self.peak.peak:
             self.peak = StepBytes(static, activations, logits, transient, self.inputs, 0)
 
 
-def _microbatch(watch: _Watch, variant: Variant, rehearsal: Rehearsal, shards: int) -> None:
+def _microbatch(watch: _Watch, recompute: Sequence[int], rehearsal: Rehearsal, shards: int) -> None:
     """The forward and backward pass of one microbatch."""
     engine, see = watch.engine, watch.see
     root, order = rehearsal.root, rehearsal.root.calls
@@ -89,7 +155,7 @@ def _microbatch(watch: _Watch, variant: Variant, rehearsal: Rehearsal, shards: i
     for _ in engine.forward(outer):
         see(0)
     for stretch, b in zip(root.forward, order, strict=False):
-        layer = (rehearsal.recomputed if done[b] < variant.recompute[b] else rehearsal.blocks)[b]
+        layer = (rehearsal.recomputed if done[b] < recompute[b] else rehearsal.blocks)[b]
         live = saved + stretch.live_bytes
         see(live, stretch.peak_bytes - stretch.live_bytes)
         for _ in engine.forward(units[b]):
@@ -146,7 +212,11 @@ def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first
     shards = variant.group if variant.zero else 1
     units = [unit(rehearsal.blocks[b].parameters, shards) for b in rehearsal.root.calls]
     kind = Kind.PLAIN if variant.settled.pair.dp == 1 else Kind.BUCKETS
-    if shards > 1 or problem.precision == "bf16":
+    if (
+        shards > 1
+        or problem.precision == "bf16"
+        or (kind is Kind.BUCKETS and variant.staging and SCHEDULES[variant.schedule].split)
+    ):
         kind = Kind.SHARDS
     return Engine(
         [*units, unit(rehearsal.root.parameters, shards)],
@@ -168,7 +238,7 @@ def peak_of(one: BlockMemory | Stretch, engine: Engine) -> int:
     return one.passing_peak_bytes if engine.passing else one.backward_peak_bytes
 
 
-def update_bytes(problem: Problem, parameters: tuple[Held, ...], shards: int) -> int:
+def update_bytes(problem: Problem, parameters: Sequence[Held], shards: int) -> int:
     """Temporaries of AdamW: the root of the second moment, and what it is divided into.
 
     Over lists of tensors (the default on CUDA) all roots at once, divided in place. Tensor by tensor (CPU) both, of one

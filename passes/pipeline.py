@@ -17,11 +17,12 @@ from costmodels.errors import BadInput, NoPlanFits
 from passes.batch import batch_info, split_prologue
 from passes.blocks import Blocked, Call, block
 from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
-from passes.describe import alternatives, block_plans, collective_uses, headline
+from passes.describe import alternatives, block_plans, collective_uses, headline, schedule_of
 from passes.emit import RESERVED, Emission, InputSpec, emit
 from passes.flop import flop
 from passes.graph import COMPLEX, Size
 from passes.lower import LocalOp
+from passes.memory import StepBytes
 from passes.normalize import normalize, repeated_names
 from passes.placements import S
 from passes.plan import (
@@ -31,7 +32,6 @@ from passes.plan import (
     ModelInfo,
     Plan,
     Request,
-    Schedule,
     SolverReport,
     Stage,
     StageMemory,
@@ -105,12 +105,14 @@ def emit_(state: State) -> State:
     emission = replace(
         open_emission(state),
         title=headline(state_name(state), variant, task),
-        mesh={"dp": pair.dp, "tp": pair.tp},
+        mesh={axis: getattr(pair, axis) for axis in pair.order if axis != "pp" or pair.pp > 1},
         zero=variant.zero,
         zero_group=variant.group,
         microbatch=pair.microbatch,
         microbatches=pair.microbatches(task.global_batch),
-        recompute=variant.recompute,
+        recompute=variant.recompute_by_stage,
+        cuts=variant.staging.cuts if variant.staging else (),
+        schedule=variant.schedule,
     )
     return replace(state, program=emit(variant.settled.lowered, emission), plan=plan_of(state))
 
@@ -118,7 +120,7 @@ def emit_(state: State) -> State:
 def remedies(problem: Problem, failed: Search, state: State) -> list[str]:
     """Changes that were tried and that fit: more devices of the same kind, more memory on each."""
     cluster, found = problem.cluster, []
-    pinned = {"dp", "tp"} & set(problem.fix)
+    pinned = {"pp", "dp", "tp"} & set(problem.fix)
     for times in () if pinned else (2, 4, 8):
         state.progress(f"nothing fits; trying {times * cluster.devices} devices")
         if cluster.nodes > 1 or cluster.device.kind == "cuda":
@@ -310,7 +312,7 @@ def plan_of(state: State) -> Plan:
     task, found = state.task, made(state.found, "the search's answer")
     captured: Captured = made(state.captured, "the capture")
     best = found.best
-    variant, seconds, held = best.variant, best.seconds, best.bytes
+    variant, seconds = best.variant, best.seconds
     pair = variant.settled.pair
     cluster = task.cluster
     program: Blocked = made(state.blocked, "the blocks")
@@ -318,21 +320,9 @@ def plan_of(state: State) -> Plan:
     total = sum(p.value.elements for _, p in parameters)
     still = frozen(state)
     trained = sum(p.value.elements for name, p in parameters if name not in still)
-    used = pair.dp * pair.tp
+    used = pair.pp * pair.dp * pair.tp
     tokens = task.global_batch * (captured.seq_len or 1)
-    blocks = block_plans(variant)
-    memory = StageMemory(
-        stage=0,
-        peak_bytes=held.peak,
-        limit_bytes=cluster.memory_limit_bytes,
-        parameters=held.static.parameters,
-        gradients=held.static.gradients,
-        optimizer=held.static.optimizer,
-        activations=held.activations,
-        logits=held.logits,
-        buffers=held.static.buffers + held.transient + held.inputs,
-        reserved_overhead=0,
-    )
+    stages = [block_plans(variant, number) for number in range(len(variant.stages))]
     warnings = [*state.notes, *unruled(state)]
     if cluster.devices != used:
         warnings.append(f"{cluster.devices - used} of {cluster.devices} devices are idle")
@@ -349,11 +339,12 @@ def plan_of(state: State) -> Plan:
         model=ModelInfo(captured.name, total, trained, fingerprint(program)),
         cluster=ClusterInfo(cluster.name, cluster.devices, cluster.nodes, cluster.device.name),
         workload=Workload(task.global_batch, captured.seq_len, task.precision, task.optimizer),
-        mesh=Mesh(dp=pair.dp, tp=pair.tp),
+        mesh=Mesh(pp=pair.pp, dp=pair.dp, tp=pair.tp),
+        rank_order=pair.order,
         idle_devices=cluster.devices - used,
         zero=Zero(variant.zero, variant.group),
-        schedule=Schedule("none", pair.microbatch, pair.microbatches(task.global_batch)),
-        stages=(Stage(blocks, {b.name: b.recomputed for b in blocks if b.count}),),
+        schedule=schedule_of(variant, task.global_batch),
+        stages=tuple(Stage(blocks, {b.name: b.recomputed for b in blocks if b.count}) for blocks in stages),
         step_time_s=seconds.total,
         tokens_per_s_per_device=tokens / seconds.total / used,
         mfu=model_flop(program, task.global_batch) / (seconds.total * used * peak_flop),
@@ -361,10 +352,12 @@ def plan_of(state: State) -> Plan:
             compute=seconds.compute,
             tp_comm=seconds.tp_comm,
             dp_comm=seconds.dp_comm,
+            pp_comm=seconds.pp_comm,
+            bubble=seconds.bubble,
             recompute=seconds.recompute,
             optimizer=seconds.optimizer,
         ),
-        memory=(memory,),
+        memory=tuple(stage_memory(rank, held, cluster.memory_limit_bytes) for rank, held in enumerate(found.by_rank)),
         solver=SolverReport(
             name="best-first over SCIP",
             status="optimal" if found.proved else "feasible",
@@ -384,6 +377,22 @@ def plan_of(state: State) -> Plan:
             task.memory_limit_gib,
         ),
     )  # fmt: skip
+
+
+def stage_memory(rank: int, held: StepBytes, limit_bytes: int) -> StageMemory:
+    """The fullest moment of a pp rank by what fills it."""
+    return StageMemory(
+        stage=rank,
+        peak_bytes=held.peak,
+        limit_bytes=limit_bytes,
+        parameters=held.static.parameters,
+        gradients=held.static.gradients,
+        optimizer=held.static.optimizer,
+        activations=held.activations,
+        logits=held.logits,
+        buffers=held.static.buffers + held.transient + held.inputs,
+        reserved_overhead=0,
+    )
 
 
 def unruled(state: State) -> list[str]:

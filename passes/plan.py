@@ -43,7 +43,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks per axis; ep lies inside dp * cp. Rank order: the last axis varies fastest."""
+    """Ranks per axis; ep lies inside dp * cp."""
 
     pp: int = 1
     dp: int = 1
@@ -107,7 +107,10 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on the fullest rank of a stage. `peak_bytes` is the sum of the parts; `limit_bytes` what may be filled."""
+    """Bytes on each rank of one place on pp (`stage`), whichever stages run there.
+
+    `peak_bytes` is the sum of the parts; `limit_bytes` what may be filled.
+    """
 
     stage: int
     peak_bytes: int
@@ -180,6 +183,7 @@ class Plan:
     cluster: ClusterInfo
     workload: Workload
     mesh: Mesh
+    rank_order: tuple[str, ...]  # the axes that the program builds, outermost first: ranks run along the last
     idle_devices: int
     zero: Zero
     schedule: Schedule

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.lower import LocalRegion, Lowered
 from passes.placements import I, P, Placement, R, S, local_shape
+from passes.stages import LocalStage, stages
 
 
 @dataclass(frozen=True)
@@ -73,45 +74,64 @@ class RootMemory:
     calls: tuple[int, ...]  # the block of each call
     backward_calls: tuple[int, ...]  # which call each backward is of
     parameters: tuple[Held, ...]
+    received_bytes: int  # from the stage before, kept from the forward to the backward
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The memory of the root and of each block; `recomputed` is each block under activation recompute."""
+    """The memory of the root, or of a stage of it, and of each block.
+
+    `recomputed` is each block under activation recompute.
+    """
 
     root: RootMemory
     blocks: tuple[BlockMemory, ...]
     recomputed: tuple[BlockMemory, ...]
-    parameters: tuple[Held, ...]  # of the whole model, in its order
-    buffer_bytes: int  # of the whole model
+    parameters: tuple[Held, ...]  # of the whole model or stage, in its order
+    input_bytes: int  # of one microbatch, what is read of the batch
+    buffer_bytes: int  # of the whole model or stage
 
 
-def rehearse(text: str, lowered: Lowered, dtype: torch.dtype) -> Rehearsal:
-    """Run every class of the program once, on fake tensors, and follow its bytes."""
+def rehearse(
+    text: str, lowered: Lowered, dtype: torch.dtype, parts: Sequence[LocalStage] | None = None
+) -> tuple[Rehearsal, ...]:
+    """Run every class of the program once, on fake tensors, and follow its bytes: of each stage, or of the whole."""
     ranks = lowered.sharding.axis.ranks
+    parts = parts or stages(lowered, ())
     scope = _names(lowered, dtype)
     source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text, flags=re.S)
     exec(compile(source, "program.py", "exec"), scope)
+    found = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        blocks, recomputed, buffers = [], [], 0
+        blocks, recomputed, buffers = [], [], []
         closed: list[_Closed] = []
         for number, (block, region) in enumerate(zip(lowered.program.blocks, lowered.blocks, strict=True)):
-            inputs = _inputs(region, block.inputs, ranks)
+            inputs = _inputs(region, region.inputs, ranks)
             layer = _built(scope[block.name])
             kept, again, like = _layer(layer, inputs)
-            buffers += len(block.paths) * _bytes(layer.buffers())
+            buffers.append(_bytes(layer.buffers()))
             blocks.append(kept)
             recomputed.append(again)
             closed.append(replace(like, number=number))
             scope[block.name] = partial(_ClosedLayer, closed[-1])  # the loops of the model make these instead
-        model = _built(scope["Model"])
-        root = _root(model, _inputs(lowered.root, lowered.program.inputs, ranks))
-    order = [
-        held
-        for module in model.modules()
-        for held in (blocks[module.like.number].parameters if isinstance(module, _ClosedLayer) else _held(module))
-    ]
-    return Rehearsal(root, tuple(blocks), tuple(recomputed), tuple(order), buffers + _bytes(model.buffers()))
+        for number, part in enumerate(parts):
+            model = _built(scope["Model" if len(parts) == 1 else f"Stage{number}"])
+            received, read = (_inputs(part.region, names, ranks) for names in (part.received, part.reads))
+            root = _root(model, received, read)
+            order = [
+                held
+                for module in model.modules()
+                for held in (
+                    blocks[module.like.number].parameters if isinstance(module, _ClosedLayer) else _held(module)
+                )
+            ]
+            inside = sum(buffers[call.block] for call in part.calls)
+            found.append(
+                Rehearsal(
+                    root, tuple(blocks), tuple(recomputed), tuple(order), _bytes(read), inside + _bytes(model.buffers())
+                )
+            )
+    return tuple(found)
 
 
 # -- following bytes --------------------------------------------------------------------------------------------------
@@ -187,12 +207,12 @@ def _held(module: nn.Module, recurse: bool = False) -> tuple[Held, ...]:
     return tuple(Held(tuple(p.shape), p.requires_grad) for p in module.parameters(recurse))
 
 
-def _inputs(region: LocalRegion, values: Any, ranks: int) -> tuple[Tensor, ...]:
+def _inputs(region: LocalRegion, names: Iterable[str], ranks: int) -> tuple[Tensor, ...]:
+    """What a rank is given under these local names."""
     made = []
-    for value in values:
-        local = region.locals[value.name]
+    for local in (region.locals[name] for name in names):
         shape, dtype = local_shape(local.placement, local.value.sizes, ranks), getattr(torch, local.value.dtype)
-        made.append(torch.empty(shape, dtype=dtype).requires_grad_(value.grad))
+        made.append(torch.empty(shape, dtype=dtype).requires_grad_(local.value.grad))
     return tuple(made)
 
 
@@ -249,9 +269,9 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     return plain, recomputed, like
 
 
-def _root(model: nn.Module, inputs: tuple[Tensor, ...]) -> RootMemory:
+def _root(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ...]) -> RootMemory:
     tracker = Tracker()
-    tracker.ignore(*inputs, *model.parameters(), *model.buffers())
+    tracker.ignore(*received, *read, *model.parameters(), *model.buffers())
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(tracker.complete)
@@ -273,9 +293,14 @@ def _root(model: nn.Module, inputs: tuple[Tensor, ...]) -> RootMemory:
     for layer in layers:
         layer.called, layer.reached = called, reached
     with tracker:
-        loss = model(*inputs)
+        given = model(*received, *read)
+        outputs = given if isinstance(given, tuple) else (given,)
         forward.append(tracker.stretch())
-        loss.backward()
+        trained = [t for t in outputs if t.requires_grad]
+        # a loss has no gradient to receive; a pipeline holds on to outputs and their gradients
+        gradients = [None if t.ndim == 0 else torch.empty_like(t) for t in trained]
+        if trained:
+            torch.autograd.backward(trained, gradients)
         backward.append(tracker.stretch())
     return RootMemory(
         tuple(forward),
@@ -283,6 +308,7 @@ def _root(model: nn.Module, inputs: tuple[Tensor, ...]) -> RootMemory:
         tuple(calls),
         tuple(backward_calls),
         _held(model, recurse=True),
+        _bytes(received),
     )
 
 
@@ -419,8 +445,7 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
         "I": I,
         "P": P,
         "ShardedModule": ShardedModule,
-        "Program": lambda **_: None,
-        "Input": lambda *_, **__: None,
+        **dict.fromkeys(("Program", "Input", "Stage", "Edge"), lambda *_, **__: None),
         "main": lambda _: None,
         "recompute": lambda layer, *inputs: layer(*inputs),
         **_collectives(axis.ranks, copies),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,21 +24,28 @@ from functools import cache
 from costmodels.collectives import Collective
 from costmodels.errors import BadInput, NoPlanFits
 from passes.bounds import Bounds
+from passes.cutting import Cutter
 from passes.emit import emit
 from passes.lower import Lowered
-from passes.memory import StepBytes, step_bytes
+from passes.memory import StepBytes, rank_bytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
+from passes.price import Axis
 from passes.rehearse import Rehearsal, rehearse
-from passes.sharding import GAP, Programme, Terms
+from passes.schedules import SCHEDULES, refusal
+from passes.sharding import GAP, Programme, Sharding, Terms
+from passes.stages import read_twice, shared
+from passes.stages import refusal as stages_refusal
 from passes.step import (
     Pair,
     Problem,
     Settled,
+    Staging,
     StepSeconds,
     Variant,
     least_state_seconds,
     settle,
     step_seconds,
+    update_seconds,
 )
 
 
@@ -50,6 +58,8 @@ def size(bytes_: float) -> str:
 
 
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)  # per rank
+MOST_STAGES_WITHOUT_LAYERS = 16
 RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
 
@@ -74,6 +84,18 @@ class Unsettled:
 
 
 @dataclass(frozen=True)
+class Uncut:
+    """A pipeline whose stages are not chosen yet, nor its sharding."""
+
+    pair: Pair
+    zero: int
+    group: int
+    schedule: str
+    virtual_stages: int
+    room_bytes: float  # what its stages may fill
+
+
+@dataclass(frozen=True)
 class Finer:
     """A variant that does not fit as it is, to be solved again under a memory budget with these layers recomputed."""
 
@@ -86,6 +108,7 @@ class Found:
     """The best variant, what nearly won, and how the search went."""
 
     best: Candidate
+    by_rank: tuple[StepBytes, ...]  # of the best one, on every pp rank
     others: tuple[Candidate, ...]
     enumerated: int
     visited: int  # variants whose price was worked out
@@ -101,34 +124,67 @@ Progress = Callable[[str], None]
 
 
 def pairs(problem: Problem) -> list[Pair]:
-    """Every (tp, dp, microbatch) that the pins allow; raises BadInput where they contradict each other."""
+    """Every (tp, pp, dp, microbatch) that the pins allow; raises BadInput where they contradict each other."""
     fix, devices, batch = problem.fix, problem.cluster.devices, problem.global_batch
     check_fix(problem)
-    tp_fixed, dp_fixed = fixed_int(fix, "tp"), fixed_int(fix, "dp")
+    tp_fixed, dp_fixed, pp_fixed = fixed_int(fix, "tp"), fixed_int(fix, "dp"), fixed_int(fix, "pp")
     found = []
     for tp in [tp_fixed] if tp_fixed else degrees(devices, problem.cluster.devices_per_node):
-        most = devices // tp
-        choices = [dp_fixed] if dp_fixed else [max(d for d in range(1, most + 1) if batch % d == 0)]
-        if problem.separable and not dp_fixed:
-            choices = [1]
-        for dp in choices:
-            if tp * dp > devices:
+        for pp in [pp_fixed] if pp_fixed else pipelines(problem, devices // tp):
+            most = devices // (tp * pp)
+            if not most:
                 continue
-            rows = batch // dp
-            for microbatch in divisors(rows):
-                count = rows // microbatch
-                if fixed_int(fix, "microbatch") not in (None, microbatch):
+            choices = [dp_fixed] if dp_fixed else [max(d for d in range(1, most + 1) if batch % d == 0)]
+            if problem.separable and not dp_fixed:
+                choices = [1]
+            for dp in choices:
+                if tp * pp * dp > devices:
                     continue
-                if fixed_int(fix, "microbatches") not in (None, count):
-                    continue
-                if problem.separable and count > 1:
-                    continue
-                found.append(Pair(tp, dp, microbatch))
+                rows = batch // dp
+                for microbatch in divisors(rows):
+                    count = rows // microbatch
+                    if fixed_int(fix, "microbatch") not in (None, microbatch):
+                        continue
+                    if fixed_int(fix, "microbatches") not in (None, count):
+                        continue
+                    if problem.separable and count > 1:
+                        continue
+                    found.append(Pair(tp, dp, microbatch, pp))
+                    if pp > 1 and dp > 1 and tp * pp <= problem.cluster.devices_per_node < devices:
+                        found.append(Pair(tp, dp, microbatch, pp, pp_inside=True))
     if not found:
         raise BadInput(
             f"no microbatch of a global batch of {batch} rows meets "
             + ", ".join(f"{k}={fix[k]}" for k in FIX_KEYS if k in fix)
         )
+    return found
+
+
+def pipelines(problem: Problem, devices: int) -> list[int]:
+    """Pipeline-parallel degrees worth trying on so many groups of tp: those that leave none idle."""
+    fix = problem.fix
+    if fix.get("schedule") == "none":
+        return [1]
+    most = min(devices, sum(len(b.paths) for b in problem.program.blocks) or MOST_STAGES_WITHOUT_LAYERS)
+    found = [pp for pp in range(1, most + 1) if devices % pp == 0 or pp == most == devices]
+    return [pp for pp in found if pp > 1] if "schedule" in fix or fixed_int(fix, "virtual_stages") else found
+
+
+def stagings(problem: Problem, pair: Pair, zero: int) -> list[tuple[str, int]]:
+    """Schedules with their stages per rank that can run on a pipeline."""
+    fix, m = problem.fix, pair.microbatches(problem.global_batch)
+    virtual_fixed = fixed_int(fix, "virtual_stages")
+    found = []
+    for name, schedule in SCHEDULES.items():
+        if fix.get("schedule", name) != name:
+            continue
+        if name == "gpipe" and "schedule" not in fix and m >= pair.pp:
+            continue  # 1f1b takes as long and holds less
+        if schedule.split and zero > 1:
+            continue
+        for virtual in [virtual_fixed] if virtual_fixed else VIRTUAL_STAGES:
+            if (virtual > 1 or schedule.single) and not refusal(name, pair.pp, virtual, m):
+                found.append((name, virtual))
     return found
 
 
@@ -142,19 +198,20 @@ def check_fix(problem: Problem) -> None:
         number = fixed_int(fix, key)
         if number is not None and number < (0 if key == "zero" else 1):
             raise BadInput(f"--fix {key}={fix[key]} must be a positive number")
-    for key in ("pp", "cp", "ep", "virtual_stages"):
+    for key in ("cp", "ep"):
         if fixed_int(fix, key) not in (None, 1):
-            raise BadInput(f"--fix {key}={fix[key]}: this version plans dp and tp only; {key} must be 1")
-    if fix.get("schedule", "none") not in ("none", "gpipe", "1f1b"):
-        raise BadInput(f"--fix schedule={fix['schedule']} needs pipeline stages, which this version does not plan")
+            raise BadInput(f"--fix {key}={fix[key]}: this version plans pp, dp and tp only; {key} must be 1")
     if fix.get("recompute", "none") not in ("none", "full"):
         raise BadInput(f"--fix recompute={fix['recompute']}: this version recomputes whole layers; use none or full")
     tp, dp, zero = fixed_int(fix, "tp"), fixed_int(fix, "dp"), fixed_int(fix, "zero")
     group = fixed_int(fix, "zero_group")
-    if (tp or 1) * (dp or 1) > devices:
-        raise BadInput(f"--fix dp={dp or 1},tp={tp or 1} needs {(tp or 1) * (dp or 1)} devices; there are {devices}")
+    pp = fixed_int(fix, "pp")
+    if (tp or 1) * (dp or 1) * (pp or 1) > devices:
+        asked = f"pp={pp}," if pp else ""
+        needed = (tp or 1) * (dp or 1) * (pp or 1)
+        raise BadInput(f"--fix {asked}dp={dp or 1},tp={tp or 1} needs {needed} devices; there are {devices}")
     if dp and batch % dp:
-        near = [d for d in divisors(batch) if d <= devices // (tp or 1)]
+        near = [d for d in divisors(batch) if d <= devices // ((tp or 1) * (pp or 1))]
         raise BadInput(f"a global batch of {batch} rows cannot be split over dp={dp}; use one of {near}")
     if dp and dp > 1 and problem.separable:
         raise BadInput(f"--fix dp={dp} is not possible: {problem.separable}")
@@ -168,6 +225,34 @@ def check_fix(problem: Problem) -> None:
     for name, size in (("microbatch", mb), ("microbatches", m), ("microbatch * microbatches", (m or 1) * (mb or 1))):
         if size and (batch // (dp or 1)) % size:
             raise BadInput(f"{name} = {size} does not divide the {batch // (dp or 1)} rows of a data-parallel rank")
+    check_pipeline(problem)
+
+
+def check_pipeline(problem: Problem) -> None:
+    """One clear sentence for a pipeline that cannot be."""
+    fix = problem.fix
+    name, pp, virtual = str(fix.get("schedule", "")), fixed_int(fix, "pp"), fixed_int(fix, "virtual_stages") or 1
+    if name not in ("", "none", *SCHEDULES):
+        raise BadInput(f"--fix schedule={name} is not known; use one of none, {', '.join(SCHEDULES)}")
+    if pp == 1 and (name not in ("", "none") or virtual > 1):
+        raise BadInput(f"--fix pp=1 has no stages: schedule={name or 'any'},virtual_stages={virtual} need pp > 1")
+    if name == "none" and (pp or 1) * virtual > 1:
+        raise BadInput(f"--fix schedule=none runs no stages, but pp={pp or 1},virtual_stages={virtual} ask for some")
+    if name in SCHEDULES and SCHEDULES[name].split and (fixed_int(fix, "zero") or 0) > 1:
+        raise BadInput(
+            f"--fix zero={fix['zero']}: schedule {name} computes the gradients of weights at the end, so that they "
+            "stay whole until then; use zero=0 or 1"
+        )
+    if pp and pp > 1:
+        stages = pp * max(virtual, 2 if name in SCHEDULES and not SCHEDULES[name].single else 1)
+        most = len(problem.program.body)
+        if stages > most:
+            raise BadInput(f"--fix pp={pp} needs {stages} stages, but the model can be cut into {most} at most")
+    count = fixed_int(fix, "microbatches")
+    if pp and pp > 1 and count and name in SCHEDULES:
+        usual = 1 if SCHEDULES[name].single else 2
+        if why := refusal(name, pp, fixed_int(fix, "virtual_stages") or usual, count):
+            raise BadInput(f"--fix pp={pp},schedule={name} is not possible: {why}")
 
 
 def fixed_int(fix: Fix, key: str) -> int | None:
@@ -226,9 +311,12 @@ class Search:
         self.visited = 0
         self.solved = 0
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
-        self.rehearsals: dict[int, tuple[Lowered, Rehearsal]] = {}
+        self.rehearsals: dict[tuple[int, tuple[int, ...]], tuple[Lowered, tuple[Rehearsal, ...]]] = {}
         self.rejected: list[Candidate] = []
-        self.all_settled: dict[Pair, list[Settled]] = defaultdict(list)  # one of each sharding
+        self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
+        self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
+        self.cutters: dict[tuple[int, Pair], Cutter] = {}
+        self.refused: list[str] = []  # why ways of cutting were not taken
 
     def push(self, seconds: float, item: object) -> None:
         heapq.heappush(self.queue, (seconds, next(self.order), item))
@@ -237,13 +325,19 @@ class Search:
         """The optimum and what nearly won; raises NoPlanFits."""
         for pair in pairs(self.problem):
             variants = list(groups(self.problem, pair))
+            if pair.pp > 1:
+                self.queue_pipelines(pair, variants)
+                continue
             self.enumerated += len(variants)
             if any(not self.bounds.hopeless(pair, stage, size) for stage, size in variants):
                 self.push(self.floor(pair), pair)
+        if not self.enumerated:
+            raise BadInput(self.why_no_pipeline())
         best, bound = self.optimum()
         others = self.nearly(best, self.runners_up(best))
         proved = bound >= best.seconds.total
-        return Found(best, others, self.enumerated, self.visited, self.solved, bound, proved)
+        by_rank = rank_bytes(self.problem, best.variant, self.rehearsed(best.variant))
+        return Found(best, by_rank, others, self.enumerated, self.visited, self.solved, bound, proved)
 
     def optimum(self) -> tuple[Candidate, float]:
         """The first candidate known to fit that comes up, and the time that no plan can beat.
@@ -259,6 +353,9 @@ class Search:
                 if fitting:
                     return min(fitting, key=lambda c: c.seconds.total), bound
             self.expand(item, bound)
+        if self.refused and not self.rejected:
+            fix = ",".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
+            raise BadInput(f"--fix {fix} is not possible: {self.refused[0]}")
         raise NoPlanFits(self.closest())
 
     def runners_up(self, best: Candidate) -> list[Candidate]:
@@ -308,14 +405,93 @@ class Search:
             self.solve(item)
         elif isinstance(item, Unsettled):
             self.settle(item)
+        elif isinstance(item, Uncut) and bound < (floor := self.uncut_floor(item)):
+            self.push(floor, item)
+        elif isinstance(item, Uncut):
+            self.cut(item)
         elif isinstance(item, Finer):
             self.cut_finer(item.variant, item.layers)
         elif isinstance(item, Candidate):
             self.fit(item)
 
+    # -- pipelines -------------------------------------------------------------------------------------------------
+
+    def queue_pipelines(self, pair: Pair, variants: list[tuple[int, int]]) -> None:
+        """Queue every schedule of a pipeline under what it cannot beat."""
+        for zero, group in variants:
+            found = stagings(self.problem, pair, zero)
+            self.enumerated += len(found)
+            if not self.bounds.hopeless(pair, zero, group):
+                for schedule, virtual in found:
+                    item = Uncut(pair, zero, group, schedule, virtual, self.limit)
+                    self.push(self.uncut_floor(item), item)
+
+    def uncut_floor(self, item: Uncut) -> float:
+        """All stages equally long, or as the schedule likes it best."""
+        pair, m = item.pair, item.pair.microbatches(self.problem.global_batch)
+        once = self.microbatch_s(pair) + self.bounds.recompute_seconds(pair, item.zero, item.group) / m
+        least = m * once / pair.pp
+        if SCHEDULES[item.schedule].single:
+            # a stage waits for the first microbatch to come, and for its gradients to go, through all stages before
+            least = once / (1 - (1 - 1 / m) ** pair.pp)
+        shards = item.group if item.zero else 1
+        return least + update_seconds(self.problem, self.problem.trained // (pair.tp * pair.pp), shards)
+
+    def microbatch_s(self, pair: Pair) -> float:
+        """What one microbatch takes on all stages together at least, parameters apart."""
+        known = (s / (size // pair.microbatch) for (tp, size), s in self.solved_once_s.items()
+                 if tp == pair.tp and size % pair.microbatch == 0)  # fmt: skip
+        m = pair.microbatches(self.problem.global_batch)
+        return max(self.bounds.seconds(pair) / m, *known, 0.0)
+
+    def cut(self, item: Uncut) -> None:
+        """Shard a pipeline, and queue the ways of cutting it that may be best."""
+        pair = item.pair
+        m = pair.microbatches(self.problem.global_batch)
+        self.progress(
+            f"pp {pair.pp}, tp {pair.tp}, dp {pair.dp}, {item.schedule}, {m} microbatches of {pair.microbatch}"
+        )
+        settled = self.settled(pair, self.terms(pair, item.zero, item.group))
+        self.visited += item.room_bytes == self.limit
+        cutter = self.cutter(settled)
+        full = self.problem.fix.get("recompute") == "full"
+        for cuts in cutter.cuts(item.schedule, item.virtual_stages, item.zero, item.group, item.room_bytes):
+            none = tuple(0 for _ in settled.blocks)
+            staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
+            variant = Variant(settled, item.zero, item.group, none, staging)
+            if full:
+                variant = with_recompute(variant, [layers_of(variant, k) for k in range(len(cuts) + 1)])
+            if why := pipeline_refusal(self.problem, variant):
+                self.refused.append(why)
+                continue
+            self.push_unfitted(Candidate(variant, step_seconds(self.problem, variant), None))
+
+    def cutter(self, settled: Settled) -> Cutter:
+        key = id(settled.lowered), settled.pair
+        if key not in self.cutters:
+            self.cutters[key] = Cutter(self.problem, settled, self.rehearsal(settled))
+        return self.cutters[key]
+
+    def why_no_pipeline(self) -> str:
+        """The sentence for pins that no schedule meets."""
+        fix = ", ".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
+        for pair in pairs(self.problem):
+            m = pair.microbatches(self.problem.global_batch)
+            for name in SCHEDULES:
+                if self.problem.fix.get("schedule", name) == name:
+                    virtual = fixed_int(self.problem.fix, "virtual_stages") or (1 if SCHEDULES[name].single else 2)
+                    if why := refusal(name, pair.pp, virtual, m):
+                        return f"--fix {fix} is not possible: {why}"
+        return f"--fix {fix} is not possible: no schedule of a pipeline meets it"
+
     @cache  # noqa: B019
     def programme(self, pair: Pair) -> Programme:
-        return Programme(self.problem.at(pair.microbatch), self.bounds.axis(pair), self.problem.rows)
+        return self.programmes(pair.tp, pair.microbatch)
+
+    @cache  # noqa: B019
+    def programmes(self, tp: int, microbatch: int) -> Programme:
+        axis = Axis.of(self.problem.cluster, "tp", tp, 1)
+        return Programme(self.problem.at(microbatch), axis, self.problem.rows)
 
     def floor(self, pair: Pair) -> float:
         """The best known bound of a pair: `Bounds`, or what a larger microbatch of the same degrees takes.
@@ -386,52 +562,111 @@ class Search:
 
     @cache  # noqa: B019
     def settled(self, pair: Pair, terms: Terms) -> Settled:
-        self.solved += 1
-        sharding = self.programme(pair).solve(terms)
-        assert sharding is not None, "without a memory budget there is always a sharding"
-        for same in self.all_settled[pair]:  # lowered and rehearsed once
+        sharding = self.sharded(pair.tp, pair.microbatch, terms)
+        every = self.all_settled[pair.tp, pair.microbatch]
+        for same in every:  # lowered and rehearsed once
             if same.lowered.sharding.chosen == sharding.chosen:
-                return same
-        self.all_settled[pair].append(settle(self.problem, pair, sharding))
-        return self.all_settled[pair][-1]
+                return replace(same, pair=pair)
+        every.append(settle(self.problem, pair, sharding))
+        return every[-1]
+
+    @cache  # noqa: B019
+    def sharded(self, tp: int, microbatch: int, terms: Terms) -> Sharding:
+        self.solved += 1
+        sharding = self.programmes(tp, microbatch).solve(terms)
+        assert sharding is not None, "without a memory budget there is always a sharding"
+        # without what parameters cost, it is a bound for every mesh
+        trained, m = self.problem.trained, terms.microbatches
+        sums = Axis.of(self.problem.cluster, "tp", tp, 1).seconds(Collective.ALL_REDUCE, 4 * trained // terms.shards)
+        once = sharding.bound_s - (terms.element_s * trained + (sums if tp > 1 else 0.0)) / m
+        self.solved_once_s[tp, microbatch] = max(once, self.solved_once_s.get((tp, microbatch), 0.0))
+        return sharding
 
     def sums_s(self, settled: Settled, shards: int) -> float:
         """Seconds for the sums of partial gradients over tp."""
         return self.bounds.axis(settled.pair).seconds(Collective.ALL_REDUCE, settled.partial_bytes // shards)
 
     def rehearsal(self, settled: Settled) -> Rehearsal:
-        key = id(settled.lowered)
+        """Of the whole model."""
+        none = tuple(0 for _ in settled.blocks)
+        return self.rehearsed(Variant(settled, 0, 1, none))[0]
+
+    def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
+        """Of each stage."""
+        settled, cuts = variant.settled, variant.staging.cuts if variant.staging else ()
+        key = id(settled.lowered), cuts
         if key not in self.rehearsals:
             none = tuple(0 for _ in settled.blocks)
-            text = emit(
-                settled.lowered, replace(self.problem.emission, recompute=none, microbatch=settled.pair.microbatch)
+            emission = replace(
+                self.problem.emission,
+                recompute=(none,) * (len(cuts) + 1),
+                microbatch=settled.pair.microbatch,
+                cuts=cuts,
+                schedule=variant.schedule,
             )
-            rehearsal = rehearse(text, settled.lowered, self.problem.dtype)
-            self.rehearsals[key] = settled.lowered, rehearsal  # held, so that the id stays its own
+            found = rehearse(emit(settled.lowered, emission), settled.lowered, self.problem.dtype, variant.stages)
+            self.rehearsals[key] = settled.lowered, found  # held, so that the id stays its own
         return self.rehearsals[key][1]
+
+    def bytes_of(self, variant: Variant) -> StepBytes:
+        return step_bytes(self.problem, variant, self.rehearsed(variant))
 
     def fit(self, candidate: Candidate) -> None:
         """Queue the candidate with its memory; where it does not fit, queue what would make it fit."""
         variant = candidate.variant
-        held = step_bytes(self.problem, variant, self.rehearsal(variant.settled))
+        held = self.bytes_of(variant)
         if held.peak <= self.limit:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
         self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
         if "recompute" not in self.problem.fix:
-            again = self.recomputed(variant)
+            again = self.recomputed(variant) if variant.staging is None else self.recomputed_by_stage(variant)
             if again is not None:
                 seconds = step_seconds(self.problem, again)
-                self.push(
-                    seconds.total,
-                    Candidate(again, seconds, step_bytes(self.problem, again, self.rehearsal(again.settled))),
-                )
+                self.push(seconds.total, Candidate(again, seconds, self.bytes_of(again)))
                 return
-            self.reject(replace(variant, recompute=variant.settled.recomputable))
-        if variant.settled.pair.tp > 1:
+            self.reject(full_recompute(variant))
+        if variant.staging is None and variant.settled.pair.tp > 1:
             layers = self.most_layers(variant.settled)
             least = step_seconds(self.problem, replace(variant, recompute=layers))
             self.push(max(candidate.seconds.total, least.total), Finer(variant, layers))
+
+    def recomputed_by_stage(self, variant: Variant) -> Variant | None:
+        """The pipeline with the fewest layers recomputed on each rank that fits."""
+        settled, rehearsals = variant.settled, self.rehearsed(variant)
+        layers = [list(again) for again in variant.recompute_by_stage]
+        whole = rehearsals[0]
+        freed = [a.saved_bytes - b.saved_bytes for a, b in zip(whole.blocks, whole.recomputed, strict=True)]
+        order = sorted(
+            (b for b in range(len(settled.blocks)) if freed[b] > 0 and settled.recomputable[b]),
+            key=lambda b: settled.again[b] / freed[b],
+        )
+
+        def fits(rank: int) -> bool:
+            held = rank_bytes(self.problem, with_recompute(variant, layers), rehearsals)
+            return held[rank].peak <= self.limit
+
+        for rank, own in enumerate(variant.by_rank):
+            if fits(rank):
+                continue
+            steps = [(k, b) for b in order for k in own for _ in range(layers_of(variant, k)[b] - layers[k][b])]
+            before = [list(one) for one in layers]
+
+            def take(count: int, steps: list[tuple[int, int]] = steps, before: list[list[int]] = before) -> None:
+                layers[:] = [list(one) for one in before]
+                for k, b in steps[:count]:
+                    layers[k][b] += 1
+
+            take(len(steps))
+            if not fits(rank):
+                return None
+            low, high = 1, len(steps)
+            while low < high:
+                middle = (low + high) // 2
+                take(middle)
+                low, high = (low, middle) if fits(rank) else (middle + 1, high)
+            take(high)
+        return with_recompute(variant, layers)
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed that fits, blocks that free most per second first."""
@@ -460,14 +695,14 @@ class Search:
         return None
 
     def fits(self, variant: Variant) -> bool:
-        return step_bytes(self.problem, variant, self.rehearsal(variant.settled)).peak <= self.limit
+        return self.bytes_of(variant).peak <= self.limit
 
     def cut_finer(self, variant: Variant, layers: tuple[int, ...]) -> None:
         """Solve the pair again under a memory budget: parameters and activations are cut where they were whole."""
         pair, problem = variant.settled.pair, self.problem
         programme = self.programme(pair)
         trial = replace(variant, recompute=layers)
-        now = step_bytes(problem, trial, self.rehearsal(trial.settled))
+        now = self.bytes_of(trial)
         per_element = now.static.total / max(1, trial.settled.elements)
         terms = replace(
             self.terms(pair, variant.zero, variant.group), state_bytes=per_element, keeps_activations=not any(layers)
@@ -483,7 +718,7 @@ class Search:
                 share /= 2
                 continue
             trial = replace(trial, settled=settle(problem, pair, found))
-            now = step_bytes(problem, trial, self.rehearsal(trial.settled))
+            now = self.bytes_of(trial)
             seconds = step_seconds(problem, trial)
             if now.peak <= self.limit:
                 self.push(seconds.total, Candidate(trial, seconds, now))
@@ -533,10 +768,20 @@ class Search:
         choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
         pair, stage, size = min(choices, key=lambda c: self.bounds.bytes(*c))
         settled = self.settled(pair, self.terms(pair, stage, size))
-        self.reject(Variant(settled, stage, size, self.most_layers(settled)))
+        variant = Variant(settled, stage, size, self.most_layers(settled))
+        if pair.pp > 1:
+            schedule, virtual = next(
+                (one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1)
+            )
+            cuts = next(self.cutter(settled).cuts(schedule, virtual, stage, size, math.inf))
+            none = (tuple(0 for _ in settled.blocks),) * (len(cuts) + 1)
+            variant = replace(variant, staging=Staging(schedule, virtual, cuts, none))
+            if problem.fix.get("recompute") != "none":
+                variant = full_recompute(variant)
+        self.reject(variant)
 
     def reject(self, variant: Variant) -> None:
-        held = step_bytes(self.problem, variant, self.rehearsal(variant.settled))
+        held = self.bytes_of(variant)
         why = f"does not fit: {size(held.peak)}"
         self.rejected.append(Candidate(variant, step_seconds(self.problem, variant), held, why))
 
@@ -558,3 +803,51 @@ def reason(best: Candidate, other: Candidate) -> str:
             else "as fast"
         )
     return names[max(lost, key=lambda k: lost[k])]
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def layers_of(variant: Variant, stage: int) -> list[int]:
+    """Layers of each block that a stage may recompute."""
+    found = [0] * len(variant.settled.blocks)
+    for call in variant.stages[stage].calls:
+        found[call.block] += variant.settled.recomputable[call.block] > 0
+    return found
+
+
+def with_recompute(variant: Variant, layers: list[list[int]]) -> Variant:
+    """The pipeline with so many layers recomputed, per stage and block."""
+    assert variant.staging is not None, "it has stages"
+    again = tuple(tuple(one) for one in layers)
+    staging = replace(variant.staging, recompute=again)
+    return replace(variant, recompute=tuple(map(sum, zip(*again, strict=True))), staging=staging)
+
+
+def full_recompute(variant: Variant) -> Variant:
+    if variant.staging is None:
+        return replace(variant, recompute=variant.settled.recomputable)
+    return with_recompute(variant, [layers_of(variant, k) for k in range(len(variant.stages))])
+
+
+def pipeline_refusal(problem: Problem, variant: Variant) -> str:
+    """Why a pipeline would not train what the model trains, or could not run; "" where it does."""
+    parts, name, pair = variant.stages, variant.schedule, variant.settled.pair
+    if why := stages_refusal(parts):
+        return why
+    if not SCHEDULES[name].split:
+        return ""
+    sharded = pair.dp > 1 or problem.precision == "bf16"
+    for parameter, numbers in shared(parts).items():
+        ranks = [variant.rank_of(n) for n in numbers]
+        if len(set(ranks)) < len(ranks) and sharded:
+            return (
+                f"schedule {name} has both stages that share {parameter} on one rank, where FSDP gives it to only one"
+            )
+    for number, part in enumerate(parts):
+        if twice := read_twice(part, variant.settled.lowered):
+            return (
+                f"schedule {name} would count the gradient of {twice} twice: stage {number} reads it more than once, "
+                "and the backward of weights is split off"
+            )
+    return ""

@@ -6,9 +6,9 @@ Everything is priced on the lowered program: the very operators and collectives 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, prod
 
@@ -17,15 +17,18 @@ import torch
 from costmodels.cluster import Cluster
 from costmodels.collectives import Collective
 from costmodels.operators import exposed_seconds, optimizer_seconds
+from costmodels.schedules import Queue, StageSeconds, Table, simulate
 from passes.blocks import Blocked
 from passes.emit import Emission
 from passes.graph import Parameter, mutates
 from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, Statement, lower
 from passes.placements import R, S, local_shape
 from passes.plan import Fix
-from passes.price import Axis, Seconds, op_seconds, reshard_seconds
+from passes.price import Axis, Seconds, local_bytes, op_seconds, reshard_seconds
 from passes.saved import saved
+from passes.schedules import rank_of, table
 from passes.sharding import Sharding
+from passes.stages import LocalStage, shared, stages
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class OptimizerCost:
     touched_bytes: int
 
 
+ROUNDS_PLAYED = 6  # of as many microbatches as ranks, until a schedule repeats itself
 OPTIMIZER_COSTS = {"adamw": OptimizerCost(2, 28), "sgd": OptimizerCost(1, 20)}
 
 
@@ -87,22 +91,49 @@ class Problem:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor-parallel degree and a microbatch size: what one rank runs is settled by them."""
+    """The degrees of the mesh and a microbatch size: by tp and the microbatch, what one rank runs is settled.
+
+    Ranks of tp are neighbours; around them lies dp, and pp outermost, or the other way round (`pp_inside`).
+    """
 
     tp: int
     dp: int
     microbatch: int
+    pp: int = 1
+    pp_inside: bool = False
 
     def microbatches(self, global_batch: int) -> int:
         return global_batch // (self.dp * self.microbatch)
 
+    @property
+    def order(self) -> tuple[str, str, str]:
+        """The axes of the mesh, outermost first."""
+        return ("dp", "pp", "tp") if self.pp_inside else ("pp", "dp", "tp")
+
+    @property
+    def dp_stride(self) -> int:
+        """How far apart neighbours on dp are, in ranks."""
+        return self.tp * (self.pp if self.pp_inside else 1)
+
+    @property
+    def pp_stride(self) -> int:
+        """How far apart neighbours on pp are, in ranks."""
+        return self.tp * (1 if self.pp_inside else self.dp)
+
 
 @dataclass(frozen=True)
 class RegionSeconds:
-    """One region, once: compute and tensor-parallel communication."""
+    """One region, once: compute, tensor-parallel communication, and of the backward what gradients of weights take."""
 
     compute: Seconds
     comm: Seconds
+    weight: float = 0.0
+
+    def times(self, factor: float) -> RegionSeconds:
+        return RegionSeconds(self.compute.times(factor), self.comm.times(factor), self.weight * factor)
+
+    def __add__(self, other: RegionSeconds) -> RegionSeconds:
+        return RegionSeconds(self.compute + other.compute, self.comm + other.comm, self.weight + other.weight)
 
 
 @dataclass(frozen=True)
@@ -143,6 +174,16 @@ class Settled:
 
 
 @dataclass(frozen=True)
+class Staging:
+    """How a pipeline runs: its schedule, where its stages begin, and what each of them recomputes."""
+
+    schedule: str
+    virtual_stages: int  # stages per rank
+    cuts: tuple[int, ...]  # positions in the statements of the root
+    recompute: tuple[tuple[int, ...], ...]  # per stage and block, layers recomputed
+
+
+@dataclass(frozen=True)
 class Variant:
     """Every choice of a plan."""
 
@@ -150,11 +191,54 @@ class Variant:
     zero: int
     group: int
     recompute: tuple[int, ...]  # per block, layers recomputed
+    staging: Staging | None = None
 
     @property
-    def partial_bytes(self) -> int:
-        """What one rank sums over tp once per step: its ZeRO shard of the partial gradients."""
-        return self.settled.partial_bytes // (self.group if self.zero else 1)
+    def schedule(self) -> str:
+        return self.staging.schedule if self.staging else "none"
+
+    @property
+    def recompute_by_stage(self) -> tuple[tuple[int, ...], ...]:
+        return self.staging.recompute if self.staging else (self.recompute,)
+
+    @cached_property
+    def stages(self) -> tuple[LocalStage, ...]:
+        """What each stage runs."""
+        return stages(self.settled.lowered, self.staging.cuts if self.staging else ())
+
+    def rank_of(self, stage: int) -> int:
+        """The pp rank of a stage."""
+        return self._ranks[stage]
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        if self.staging is None:
+            return (0,)
+        return rank_of(self.schedule, self.settled.pair.pp, self.staging.virtual_stages)
+
+    @property
+    def by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each pp rank."""
+        found: list[list[int]] = [[] for _ in range(self.settled.pair.pp)]
+        for stage in range(len(self.stages)):
+            found[self.rank_of(stage)].append(stage)
+        return tuple(tuple(one) for one in found)
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """One stage on a rank: seconds of a microbatch, its parameters, what it hands on and what it sums."""
+
+    seconds: RegionSeconds
+    again: float  # of running recomputed layers a second time
+    units: tuple[Unit, ...]  # per block, then the rest
+    partial_bytes: int  # gradients that are summed over tp once per step, before ZeRO cuts them
+    sent_bytes: int  # of what the next stage receives; gradients come back for as many
+    shared_bytes: int  # gradients of parameters that other ranks hold too
+
+    @property
+    def trained(self) -> int:
+        return sum(u.trained * u.count for u in self.units)
 
 
 @dataclass(frozen=True)
@@ -166,10 +250,13 @@ class StepSeconds:
     dp_comm: float
     recompute: float
     optimizer: float
+    pp_comm: float = 0.0
+    bubble: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.tp_comm + self.dp_comm + self.recompute + self.optimizer
+        parts = (self.compute, self.tp_comm, self.dp_comm, self.recompute, self.optimizer, self.pp_comm, self.bubble)
+        return sum(parts)
 
 
 def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
@@ -180,12 +267,7 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
         for region, block in zip(lowered.blocks, lowered.program.blocks, strict=True)
     ]
     units.append(unit(problem, lowered.root, pair.tp, "", 1))
-    partial = sum(
-        p.value.elements * 4 * count
-        for region, count in lowered.regions()
-        for p, placement in region.parameters
-        if placement is R
-    )
+    partial = sum(partial_bytes(region) * count for region, count in lowered.regions())
     held = [
         prod(local_shape(placement, p.value.sizes, pair.tp))
         for region, _ in lowered.regions()
@@ -194,8 +276,8 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
     return Settled(
         pair,
         lowered,
-        region_seconds(lowered.root.statements, sharding.axis),
-        tuple(region_seconds(r.statements, sharding.axis) for r in lowered.blocks),
+        region_seconds(lowered.root.statements, sharding.axis, weights_of(lowered.root)),
+        tuple(region_seconds(r.statements, sharding.axis, weights_of(r)) for r in lowered.blocks),
         tuple(forward_seconds(region_seconds(run_again(r), sharding.axis)) for r in lowered.blocks),
         tuple(units),
         partial,
@@ -238,42 +320,198 @@ def forward_seconds(region: RegionSeconds) -> float:
     return region.compute.forward + region.comm.forward
 
 
-def region_seconds(statements: tuple[Statement, ...], axis: Axis) -> RegionSeconds:
-    """The time of statements (calls are priced by their blocks)."""
-    compute, comm = Seconds(), Seconds()
+def region_seconds(
+    statements: tuple[Statement, ...], axis: Axis, weights: frozenset[str] = frozenset()
+) -> RegionSeconds:
+    """The time of statements (calls are priced by their blocks). `weights` are the names of trained parameters."""
+    compute, comm, weight = Seconds(), Seconds(), 0.0
     for statement in statements:
         if isinstance(statement, LocalOp):
             whole = op_seconds(statement.site, statement.rule, statement.strategy, axis)
             inside = sum(axis.seconds(kind, size) for kind, size in statement.strategy.inside)
             compute += Seconds(whole.forward - inside, whole.backward)
             comm += Seconds(inside, 0.0)
+            multiplies = statement.rule is not None and statement.rule.flop(statement.site)[0] > 0
+            if multiplies and weights.intersection(statement.op.operands):
+                weight += whole.backward / 2  # of the two products of the backward
         elif isinstance(statement, Reshard):
             comm += reshard_seconds(statement.value, statement.source, statement.target, axis)
-    return RegionSeconds(compute, comm)
+    return RegionSeconds(compute, comm, weight)
+
+
+def weights_of(region: LocalRegion) -> frozenset[str]:
+    """Names of the trained parameters of a region, and of what they are resharded to."""
+    found = {p.value.name for p, _ in region.parameters if p.value.grad}
+    for statement in region.statements:
+        if isinstance(statement, Reshard) and statement.value.name in found:
+            found.add(statement.result)
+    return frozenset(found)
+
+
+def loads(problem: Problem, variant: Variant) -> tuple[StageLoad, ...]:
+    """What every stage of a variant does on its rank."""
+    settled = variant.settled
+    if variant.staging is None:
+        seconds = settled.root
+        for region, one in zip(settled.blocks, settled.units, strict=False):
+            seconds += region.times(one.count)
+        again = sum(k * one for k, one in zip(variant.recompute, settled.again, strict=True))
+        return (StageLoad(seconds, again, settled.units, settled.partial_bytes, 0, 0),)
+    both = shared(variant.stages)
+    return tuple(
+        _load(problem, variant, part, again, both)
+        for part, again in zip(variant.stages, variant.staging.recompute, strict=True)
+    )
+
+
+def _load(
+    problem: Problem,
+    variant: Variant,
+    part: LocalStage,
+    recompute: tuple[int, ...],
+    both: Mapping[str, tuple[int, ...]],
+) -> StageLoad:
+    settled, tp = variant.settled, variant.settled.pair.tp
+    axis, program = settled.lowered.sharding.axis, settled.lowered.program
+    counts = Counter(call.block for call in part.calls)
+    seconds = region_seconds(part.region.statements, axis, weights_of(part.region))
+    for b, count in counts.items():
+        seconds += settled.blocks[b].times(count)
+    units = [replace(settled.units[b], count=counts[b]) for b in range(len(program.blocks))]
+    units.append(unit(problem, part.region, tp, "", 1))
+    partial = partial_bytes(part.region)
+    partial += sum(partial_bytes(settled.lowered.blocks[b]) * count for b, count in counts.items())
+    own = {p.name: 4 * prod(local_shape(lies, p.value.sizes, tp)) for p, lies in part.region.parameters if p.value.grad}
+    elsewhere = {name for name, numbers in both.items() if len({variant.rank_of(n) for n in numbers}) > 1}
+    sent = 0
+    if part is not variant.stages[-1]:
+        values = (part.region.locals[name] for name in part.region.outputs)
+        sent = sum(local_bytes(local.value, local.placement, tp) for local in values)
+    return StageLoad(
+        seconds,
+        sum(k * one for k, one in zip(recompute, settled.again, strict=True)),
+        tuple(units),
+        partial,
+        sent,
+        sum(size for name, size in own.items() if name in elsewhere),
+    )
+
+
+def partial_bytes(region: LocalRegion) -> int:
+    """Gradients of a region that come in parts on the ranks of tp, in fp32."""
+    return sum(p.value.elements * 4 for p, placement in region.parameters if placement is R)
 
 
 def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
-    """Exposed seconds of one optimizer step of a variant."""
-    settled = variant.settled
-    pair = settled.pair
+    """Exposed seconds of one optimizer step of a variant.
+
+    A pipeline takes the makespan of its schedule; what every rank does once a step comes on top, of the slowest one.
+    """
+    pair = variant.settled.pair
     m = pair.microbatches(problem.global_batch)
-    counts = [u.count for u in settled.units]
-    regions = [*settled.blocks, settled.root]
-    compute = Seconds()
-    comm = Seconds()
-    for region, count in zip(regions, counts, strict=True):
-        compute += region.compute.times(count)
-        comm += region.comm.times(count)
-    again = sum(k * seconds for k, seconds in zip(variant.recompute, settled.again, strict=True))
-    axis = settled.lowered.sharding.axis
-    sums = axis.seconds(Collective.ALL_REDUCE, variant.partial_bytes) if pair.tp > 1 else 0.0
+    shards = variant.group if variant.zero else 1
+    every = loads(problem, variant)
+    axis = variant.settled.lowered.sharding.axis
+    once: list[tuple[float, float, float]] = []  # of each rank: dp, optimizer, sums over tp
+    busy: list[RegionSeconds] = []
+    again: list[float] = []
+    for own in variant.by_rank:
+        seconds = RegionSeconds(Seconds(), Seconds())
+        for stage in own:
+            seconds += every[stage].seconds
+        units = tuple(unit for stage in own for unit in every[stage].units)
+        uses = _dp_uses(problem, pair, variant.zero, variant.group, units)
+        sums = sum(every[stage].partial_bytes for stage in own) // shards
+        once.append((
+            dp_seconds(problem, uses, seconds.compute),
+            update_seconds(problem, sum(every[stage].trained for stage in own), shards),
+            axis.seconds(Collective.ALL_REDUCE, sums) if pair.tp > 1 else 0.0,
+        ))  # fmt: skip
+        busy.append(seconds)
+        again.append(sum(every[stage].again for stage in own))
+    slowest = max(range(len(once)), key=lambda rank: sum(once[rank]))
+    dp, optimizer, sums_s = once[slowest]
+    fullest = max(range(len(busy)), key=lambda r: busy[r].compute.total + busy[r].comm.total + again[r])
+    bubble = exposed = 0.0
+    if variant.staging is not None:
+        bubble, exposed = waits(problem, variant, every, m)
+        exposed += shared_seconds(problem, variant, every)
     return StepSeconds(
-        compute=m * compute.total,
-        tp_comm=m * comm.total + sums,
-        dp_comm=dp_seconds(problem, dp_uses(problem, variant), compute),
-        recompute=m * again,
-        optimizer=update_seconds(problem, settled.trained, variant.group if variant.zero else 1),
+        compute=m * busy[fullest].compute.total,
+        tp_comm=m * busy[fullest].comm.total + sums_s,
+        dp_comm=dp,
+        recompute=m * again[fullest],
+        optimizer=optimizer,
+        pp_comm=exposed,
+        bubble=bubble,
     )
+
+
+def timetable(variant: Variant, microbatches: int) -> Table:
+    """The schedule of a variant, as torch runs it."""
+    assert variant.staging is not None, "only a pipeline has a schedule"
+    return table(variant.schedule, variant.settled.pair.pp, variant.staging.virtual_stages, microbatches)
+
+
+def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> tuple[float, float]:
+    """Seconds of a step in which the busiest rank has nothing to do: by the order of work, and for transfers.
+
+    A schedule repeats itself: of many microbatches only the first are played, and the last of their rounds counted as
+    often as it recurs.
+    """
+    queue = Queue.RANK if problem.cluster.device.kind == "cuda" else Queue.FREE  # gloo has no streams
+    ranks = variant.settled.pair.pp
+    seconds, sent = stage_seconds(every), transfers(problem, variant, every)
+
+    def played(count: int) -> tuple[float, float]:
+        timeline = simulate(timetable(variant, count), seconds, sent, queue)
+        return timeline.bubble_s, timeline.exposed_s
+
+    least = ROUNDS_PLAYED * ranks + microbatches % ranks
+    rounds, left = divmod(microbatches - least, ranks)
+    if rounds <= 0 or left:
+        return played(microbatches)
+    (bubble, exposed), (bubble_before, exposed_before) = played(least), played(least - ranks)
+    return bubble + rounds * (bubble - bubble_before), exposed + rounds * (exposed - exposed_before)
+
+
+def stage_seconds(every: tuple[StageLoad, ...]) -> tuple[StageSeconds, ...]:
+    """What a schedule needs to know of each stage; recomputing belongs to the backward.
+
+    The first stage has no inputs to differentiate: where the backward is split, torch does all of it for the weights.
+    """
+    found = []
+    for k, load in enumerate(every):
+        forward = load.seconds.compute.forward + load.seconds.comm.forward
+        backward = load.seconds.compute.backward + load.seconds.comm.backward + load.again
+        weight = load.seconds.weight if k else backward
+        found.append(StageSeconds(forward, backward, backward - weight, weight))
+    return tuple(found)
+
+
+def pp_axis(problem: Problem, pair: Pair) -> Axis:
+    return Axis.of(problem.cluster, "pp", pair.pp, pair.pp_stride)
+
+
+def transfers(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) -> tuple[float, ...]:
+    """Seconds of handing one microbatch from each stage to the next; nothing where both are on one rank."""
+    axis = pp_axis(problem, variant.settled.pair)
+    return tuple(
+        0.0 if variant.rank_of(k) == variant.rank_of(k + 1) else axis.seconds(Collective.SEND, load.sent_bytes)
+        for k, load in enumerate(every[:-1])
+    )
+
+
+def shared_seconds(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) -> float:
+    """Seconds of summing the gradients of what several ranks hold: they lie as far apart as ranks of pp do."""
+    shards = variant.group if variant.zero else 1
+    size = max(load.shared_bytes for load in every) // shards
+    pair = variant.settled.pair
+    holders = {variant.rank_of(n) for numbers in shared(variant.stages).values() for n in numbers}
+    if not size or len(holders) < 2:
+        return 0.0
+    axis = Axis.of(problem.cluster, "pp", len(holders), pair.pp_stride * (pair.pp // len(holders)))
+    return axis.seconds(Collective.ALL_REDUCE, size)
 
 
 def update_seconds(problem: Problem, trained: int, shards: int) -> float:
@@ -314,9 +552,10 @@ def dp_uses(problem: Problem, variant: Variant) -> tuple[DataParallelUse, ...]:
     """What the engine runs over dp: gradients reduced in fp32, parameters gathered in the compute dtype, by unit.
 
     Stage 1 reduces once per step, stage 2 after every microbatch; both gather once. Stage 3 gathers for every forward
-    and, but for the root, for every backward.
+    and, but for the root, for every backward. Of every pipeline stage, one after the other.
     """
-    return _dp_uses(problem, variant.settled.pair, variant.zero, variant.group, variant.settled.units)
+    units = tuple(unit for load in loads(problem, variant) for unit in load.units)
+    return _dp_uses(problem, variant.settled.pair, variant.zero, variant.group, units)
 
 
 def _dp_uses(
@@ -326,14 +565,15 @@ def _dp_uses(
         return ()
     m = pair.microbatches(problem.global_batch)
     shards = group if stage else 1
-    inner = Axis.of(problem.cluster, "dp_shard", shards, pair.tp)
-    outer = Axis.of(problem.cluster, "dp_replicate", pair.dp // shards, pair.tp * shards)
-    names = [*(block.name for block in problem.program.blocks), "outside blocks"]
+    inner = Axis.of(problem.cluster, "dp_shard", shards, pair.dp_stride)
+    outer = Axis.of(problem.cluster, "dp_replicate", pair.dp // shards, pair.dp_stride * shards)
+    kinds = [*(block.name for block in problem.program.blocks), "outside blocks"]
+    names = kinds * (len(units) // len(kinds))  # of every stage
     reductions = m if stage >= 2 else 1
     uses: list[DataParallelUse] = []
 
     def add(kind: Collective, axis: Axis, name: str, size: int, unit: Unit, passes: int, backward: bool) -> None:
-        if axis.ranks > 1 and size:
+        if axis.ranks > 1 and size and unit.count:
             uses.append(DataParallelUse(kind, axis, name, size, unit.count, passes, backward))
 
     for name, unit in zip(names, units, strict=True):

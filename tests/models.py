@@ -110,6 +110,10 @@ def images(step: int) -> dict[str, Tensor]:
     }
 
 
+def without(batch: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != name}
+
+
 def translation(step: int) -> dict[str, Tensor]:
     g = generator(step)
     labels = torch.randint(2, 250, (ROWS, 8), generator=g)
@@ -269,6 +273,69 @@ def sequential() -> nn.Module:
     return model
 
 
+class Conv(nn.Module):
+    """Convolution, group norm, activation."""
+
+    def __init__(self, inside: int, outside: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inside, outside, 3, stride, 1)
+        self.norm = nn.GroupNorm(4, outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """Three levels, the skip connections over all that lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.down1, self.down2 = Conv(3, 8), Conv(8, 16, 2), Conv(16, 24, 2)
+        self.middle = Conv(24, 24)
+        self.up2, self.up1, self.out = Conv(24 + 16, 16), Conv(16 + 8, 8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        a = self.inp(pixel_values)
+        b = self.down1(a)
+        x = self.middle(self.down2(b))
+        x = self.up2(torch.cat([F.interpolate(x, scale_factor=2.0), b], 1))
+        x = self.up1(torch.cat([F.interpolate(x, scale_factor=2.0), a], 1))
+        return self.out(x)
+
+
+class BasicBlock(nn.Module):
+    """The residual block of a ResNet, with group norms."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, 1, 1), nn.GroupNorm(4, width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1), nn.GroupNorm(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(x + self.norm2(self.conv2(y)))
+
+
+class ResNet(nn.Module):
+    """Three stages of one residual block each, as torchvision has them with two or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layer1 = nn.Conv2d(3, 8, 3, 1, 1), BasicBlock(8)
+        self.down, self.layer2 = nn.Conv2d(8, 16, 3, 2, 1), BasicBlock(16)
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer2(self.down(self.layer1(self.stem(pixel_values))))
+        logits = self.fc(x.mean((2, 3)))
+        return logits, F.cross_entropy(logits, labels)
+
+
+def denoising(step: int) -> tuple[Tensor, Tensor]:
+    g = generator(step)
+    return torch.randn(ROWS, 3, 8, 8, generator=g), torch.randn(ROWS, 3, 8, 8, generator=g)
+
+
 def squared_error(output: Tensor, batch: Any) -> Tensor:
     return F.mse_loss(output, batch["y"] if isinstance(batch, dict) else batch[1])
 
@@ -285,6 +352,9 @@ CASES = {
         Case("partly-trained", partly_trained, lambda step: positional(257, step)),
         Case("dropout", lambda: NanoGPT(dropout=0.5), lambda step: positional(257, step)),
         Case("bert", bert, masked),
+        Case("bert-unmasked", bert, lambda step: without(masked(step), "attention_mask")),
+        Case("unet", UNet, denoising, squared_error),
+        Case("resnet", ResNet, lambda step: tuple(images(step).values())),
         Case("vit", vit, images),
         Case("t5", t5, translation),
     )
@@ -374,24 +444,35 @@ def trained(
 
 
 def drifted(trainer: Any) -> frozenset[str]:
-    """Parameters of which two ranks hold different copies: over tp where they are whole, over dp without ZeRO."""
-    from autopar.runtime import S, axis
+    """Parameters of which two ranks hold different copies.
+
+    Over tp where they are whole, over dp without ZeRO, over pp where stages share them.
+    """
+    from autopar.runtime import S, ShardedModule
+    from autopar.runtime.mesh import current
     from autopar.runtime.weights import local
 
-    layouts = trainer.model.layouts()
-    tensors = {name: local(p).detach().numpy().tobytes() for name, p in trainer.model.named_parameters()}
+    models = [module for module in (trainer.model, *trainer.model.children()) if isinstance(module, ShardedModule)]
+    layouts = {name: layout for model in models for name, layout in model.layouts().items()}
+    tensors = {
+        name: local(p).detach().numpy().tobytes()
+        for model in models
+        for name, p in model.named_parameters()
+        if name in layouts
+    }
+    at = {name: axis.rank for name, axis in current().axes.items()}
     everywhere: list[Any] = [None] * dist.get_world_size()
-    tp = dist.get_world_size() // axis("dp").size
-    dist.all_gather_object(everywhere, tensors)
+    dist.all_gather_object(everywhere, (at, tensors))
+    replicated = trainer.program.zero == 0 and trainer.program.precision == "fp32"
     found = set()
-    for rank, own in enumerate(everywhere):
-        for name, value in own.items():
-            whole = not isinstance(layouts[name].placement, S)
-            copies = [everywhere[rank - rank % tp]] if whole else []
-            copies += (
-                [everywhere[rank % tp]] if trainer.program.zero == 0 and trainer.program.precision == "fp32" else []
-            )
-            found |= {name for copy in copies if copy[name] != value}
+    for name, layout in layouts.items():
+        copies: dict[object, bytes] = {}
+        for at, held in everywhere:
+            if name in held:
+                rank = at.get("tp", 0) if isinstance(layout.placement, S) else 0
+                place = (rank, 0 if replicated else at["dp"])
+                if copies.setdefault(place, held[name]) != held[name]:
+                    found.add(name)
     return frozenset(found)
 
 
@@ -431,7 +512,7 @@ def pins(fix: str) -> dict[str, str]:
 
 def ranks(fix: str) -> int:
     """How many processes a plan takes that is pinned so."""
-    return math.prod(int(value) for key, value in pins(fix).items() if key in ("dp", "tp"))
+    return math.prod(int(value) for key, value in pins(fix).items() if key in ("pp", "dp", "tp"))
 
 
 @cache

@@ -222,7 +222,7 @@ def test_layers_that_do_not_start_at_zero():
     pair = Pair(1, 1, 4)
     sharding = shard(problem.program.at(4), Axis.of(problem.cluster, "tp", 1, 1), Terms(), problem.rows)
     assert sharding is not None
-    text = emit(settle(problem, pair, sharding).lowered, replace(problem.emission, mesh={"dp": 1}, recompute=(0,)))
+    text = emit(settle(problem, pair, sharding).lowered, replace(problem.emission, mesh={"dp": 1}, recompute=((0,),)))
     assert 'self.blocks("", {1: FFN(), 2: FFN()})' in text
     trainer = Trainer(load_program(text), device="cpu")
     trainer.load_state_dict(model.state_dict())

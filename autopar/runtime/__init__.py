@@ -15,11 +15,12 @@ from autopar.runtime.launch import main
 from autopar.runtime.layout import I, Layout, P, Placement, R, S
 from autopar.runtime.mesh import Axis, Mesh, axis, init
 from autopar.runtime.module import ShardedModule, recompute
-from autopar.runtime.program import Input, Program
+from autopar.runtime.program import Edge, Input, Program, Stage
 from autopar.runtime.trainer import Trainer
 
 __all__ = [
     "Axis",
+    "Edge",
     "I",
     "Input",
     "Layout",
@@ -30,6 +31,7 @@ __all__ = [
     "R",
     "S",
     "ShardedModule",
+    "Stage",
     "Trainer",
     "all_gather",
     "all_reduce",

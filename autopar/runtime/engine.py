@@ -27,28 +27,44 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.runtime import mesh
-from autopar.runtime.module import ShardedModule, sharded_blocks
-from autopar.runtime.program import Program
+from autopar.runtime.module import sharded_blocks
+from autopar.runtime.program import SPLIT_BACKWARD, Program
 
 
-def engine(model: ShardedModule, program: Program) -> Alone:
-    """The engine that a program asks for, around its model."""
-    group = program.zero_group if program.zero else 1
-    if program.precision == "fp32" and group == 1:
-        return Alone(model) if program.dp == 1 else Replicated(model)
-    return Sharded(model, program, group)
+def engine(module: nn.Module, program: Program) -> Alone:
+    """The engine that a program asks for, around its model or a stage of it."""
+    if is_replicated(program):
+        trained = any(p.requires_grad for p in module.parameters())
+        return Replicated(module) if trained else Alone(module)
+    shards = program.zero_group if program.zero else 1
+    if program.dp == 1 and program.precision == "fp32":
+        return Alone(module)
+    return Sharded(module, program, shards)
+
+
+def is_replicated(program: Program) -> bool:
+    """Whether DistributedDataParallel trains it, which divides gradients by the number of its ranks."""
+    whole = not program.zero or program.zero_group == 1
+    return program.dp > 1 and whole and program.precision == "fp32" and program.schedule not in SPLIT_BACKWARD
 
 
 class Alone:
-    """The model itself: forward and backward of the microbatches of a step."""
+    """The module itself: forward and backward of the microbatches of a step.
 
-    def __init__(self, model: ShardedModule) -> None:
-        self.model = model
+    A pipeline calls `module` itself, and says before each backward pass whether it is the last.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def loss(self, inputs: Sequence[Tensor], last: bool) -> Tensor:
         """The forward pass of a microbatch; `last` of its step."""
-        loss: Tensor = self.model(*inputs)
+        self.before_backward(last)
+        loss: Tensor = self.module(*inputs)
         return loss
+
+    def before_backward(self, last: bool) -> None:
+        """What the next backward pass is to know: whether it is the last of its step."""
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of a microbatch."""
@@ -72,35 +88,49 @@ _SYNC_BUFFERS = next(
 class Replicated(Alone):
     """DistributedDataParallel, which reduces once a step."""
 
-    def __init__(self, model: ShardedModule) -> None:
-        super().__init__(model)
-        self.on = mesh.axis("dp")
-        device = mesh.current().device
+    def __init__(self, module: nn.Module) -> None:
+        on = mesh.axis("dp")
         options: dict[str, Any] = {_SYNC_BUFFERS: False}
         self.parallel = DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            process_group=self.on.group,
+            module,
+            process_group=on.group,
             init_sync=False,  # every rank is given the same weights and buffers
             gradient_as_bucket_view=True,
             **options,
         )
+        super().__init__(self.parallel)
+        self.ranks = on.size
 
     def loss(self, inputs: Sequence[Tensor], last: bool) -> Tensor:
         with nullcontext() if last else self.parallel.no_sync():
-            loss: Tensor = self.parallel(*inputs)
-        return loss
+            return super().loss(inputs, last)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward(torch.full_like(loss, self.on.size))  # the reducer divides by as much
+        loss.backward(torch.full_like(loss, self.ranks))  # the reducer divides by as much
+
+
+class _Behind(nn.Module):
+    """A module that `torch.distributed.pipelining` does not take for FSDP's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
 
 
 class Sharded(Alone):
-    """FSDP2, a unit per block and one for the rest."""
+    """FSDP2, a unit per block and one for the rest.
 
-    def __init__(self, model: ShardedModule, program: Program, group: int) -> None:
-        super().__init__(model)
+    A pipeline knows FSDP's modules and reduces their gradients once, at the end of a step: that is right where the
+    backward pass is split, which FSDP's own hooks do not see. Elsewhere FSDP is hidden from it, and does what the
+    stage of ZeRO says.
+    """
+
+    def __init__(self, module: nn.Module, program: Program, group: int) -> None:
         self.stage = program.zero if group > 1 else 1
+        self.own = program.schedule not in SPLIT_BACKWARD
         bf16 = program.precision == "bf16"
         dp_mesh = mesh.shard_mesh(group)
         precision = MixedPrecisionPolicy(
@@ -109,7 +139,7 @@ class Sharded(Alone):
             cast_forward_inputs=False,
         )
         # A number has no dim to shard: it is reduced here.
-        self.numbers = [one for one in model.parameters() if one.ndim == 0]
+        self.numbers = [one for one in module.parameters() if one.ndim == 0]
         ignored = set(self.numbers)
 
         def shard(module: nn.Module, reshard_after_forward: bool) -> FSDPModule:
@@ -124,12 +154,15 @@ class Sharded(Alone):
             one.set_force_sum_reduction_for_comms(True)  # gloo knows no other
             return one
 
-        self.units = [shard(block, self.stage == 3) for block in sharded_blocks(model)]
+        self.units = [shard(block, self.stage == 3) for block in sharded_blocks(module)]
         # What is not in a block is read at both ends of the model: to gather it twice would free nothing.
-        self.root = shard(model, False)
+        self.root = shard(module, False)
         self.units.append(self.root)
+        super().__init__(_Behind(module) if program.schedule != "none" and self.own else module)
 
-    def loss(self, inputs: Sequence[Tensor], last: bool) -> Tensor:
+    def before_backward(self, last: bool) -> None:
+        if not self.own:
+            return
         self.root.set_is_last_backward(last)
         if self.stage == 1:
             self.root.set_requires_gradient_sync(last)
@@ -137,7 +170,6 @@ class Sharded(Alone):
             self.root.set_requires_all_reduce(last)  # over the groups of hybrid sharding
         if self.stage < 3:
             self.root.set_reshard_after_backward(last)
-        return super().loss(inputs, last)
 
     def finish(self) -> None:
         for number in self.numbers:

@@ -22,12 +22,18 @@ def sum_over_tp(gradients: Iterable[Tensor]) -> None:
     tp = mesh.axis_or_none("tp")
     if tp is None or tp.size == 1:
         return
+    all_reduce(gradients, tp.group)
+
+
+@torch.no_grad()
+def all_reduce(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum this rank's part of each gradient over the group, in place and in few all-reduces."""
     for bucket in _buckets([g for g in map(local, gradients) if g.numel()]):
         if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.all_reduce(bucket[0], group=tp.group)
+            dist.all_reduce(bucket[0], group=group)
             continue
         flat = torch.cat([g.reshape(-1) for g in bucket])
-        dist.all_reduce(flat, group=tp.group)
+        dist.all_reduce(flat, group=group)
         summed = flat.split([g.numel() for g in bucket])
         torch._foreach_copy_(bucket, [s.view(g.shape) for s, g in zip(summed, bucket, strict=True)])
 
@@ -58,7 +64,10 @@ def norm(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], order: 
     tp = mesh.axis_or_none("tp")
     if tp is not None and tp.size > 1:
         dist.all_reduce(over_tp, op, group=tp.group)
-    return torch.maximum(over_tp, same).max() if largest else (over_tp + same).sum().sqrt()
+    total = torch.maximum(over_tp, same).max() if largest else (over_tp + same).sum()
+    if (pp := mesh.axis_or_none("pp")) is not None:  # every stage has parameters of its own
+        dist.all_reduce(total, op, group=pp.group)
+    return total if largest else total.sqrt()
 
 
 @torch.no_grad()

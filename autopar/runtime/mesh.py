@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,6 +124,16 @@ def shard_mesh(group: int) -> DeviceMesh:
         sizes += [dp // group, group] if name == "dp" else [one.size]
     split = init_device_mesh(mesh.device.type, tuple(sizes), mesh_dim_names=tuple(names))
     return split["dp_replicate", "dp_shard"]
+
+
+def along(name: str, places: Sequence[int]) -> dist.ProcessGroup:
+    """The group of those ranks of an axis that are at `places`. Only they call it, together."""
+    mesh = current()
+    dim = list(mesh.axes).index(name)
+    at = list(mesh.device_mesh.get_coordinate() or ())
+    ranks = [int(mesh.device_mesh.mesh[(*at[:dim], place, *at[dim + 1 :])]) for place in places]
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
 
 
 def check_world_size(mesh: Mapping[str, int]) -> None:

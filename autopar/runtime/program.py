@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.layout import I, P, Placement
+from autopar.runtime.layout import I, Layout, P, Placement
 from autopar.runtime.module import ShardedModule, derived_seed
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -40,16 +40,53 @@ class Input:
         return torch.randint(int(self.low), int(self.high), shape, generator=generator).to(dtype)
 
 
+class Edge:
+    """A tensor that one stage hands to the next: the shape of the whole of it, its dtype, how it lies over tp.
+
+    `grad`: whether its gradient comes back.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, tp: Placement = I, grad: bool = True) -> None:
+        self.layout = Layout(shape, tp)
+        self.dtype, self.grad = dtype, grad
+
+    def local_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """The shape of what a rank of tp holds of it."""
+        return self.layout.local_shape(rank, ranks)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model.
+
+    Its forward takes what the stage before `gives`, the inputs that it `reads` by name, and what its `normalizers`
+    make of the inputs that they count. It returns what it gives, the last stage the loss.
+    """
+
+    model: Callable[[], ShardedModule]
+    reads: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    gives: tuple[Edge, ...] = ()
+
+
+Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv"]
+V_SHAPED = ("zbv",)  # the second half of the stages comes back over the ranks in reverse
+SPLIT_BACKWARD = ("interleaved_zb", "zbv")  # gradients of weights are computed apart from those of inputs
+
+
 @dataclass(frozen=True)
 class Program:
     """A parallel training program.
 
-    `mesh` names its axes, outermost first; batches are cut along "dp", parameters along "tp". `rows` are those of
-    the global batch. `zero` is the ZeRO stage, over groups of `zero_group` neighbours on dp (of 1: nothing is
-    sharded). `loss` is its placement over tp: I (the same on all) or P (to be summed).
+    `mesh` names its axes, outermost first; the model is cut into stages along "pp", batches along "dp", parameters
+    along "tp". `rows` are those of the global batch. `zero` is the ZeRO stage, over groups of `zero_group` neighbours
+    on dp (of 1: nothing is sharded). `loss` is its placement over tp: I (the same on all) or P (to be summed).
+
+    The model is whole, or a tuple of stages that run under `schedule`. A parameter that several of them hold is
+    `shared`: its name, and their numbers.
     """
 
-    model: Callable[[], ShardedModule]
+    model: Callable[[], ShardedModule] | tuple[Stage, ...]
     mesh: Mapping[str, int]
     rows: int
     inputs: tuple[Input, ...]
@@ -59,6 +96,8 @@ class Program:
     precision: Literal["fp32", "bf16"] = "fp32"
     loss: Placement = field(default=I)
     optimizer: str = "adamw"
+    schedule: Schedule = "none"
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faults = []
@@ -70,8 +109,12 @@ class Program:
             faults.append(f"optimizer is {self.optimizer!r}, not one of {', '.join(OPTIMIZERS)}")
         if self.loss not in (I, P):
             faults.append(f"the loss is placed {self.loss!r}, not I or P")
-        if unknown := [name for name, size in self.mesh.items() if name not in ("dp", "tp") and size > 1]:
-            faults.append(f"the mesh has {', '.join(unknown)}: the trainer knows dp and tp")
+        if unknown := [name for name, size in self.mesh.items() if name not in ("pp", "dp", "tp") and size > 1]:
+            faults.append(f"the mesh has {', '.join(unknown)}: the trainer knows pp, dp and tp")
+        if self.schedule not in get_args(Schedule):
+            faults.append(f"schedule is {self.schedule!r}, not one of {', '.join(get_args(Schedule))}")
+        if len(self.stages) % self.pp or (self.schedule == "none") != (len(self.stages) == 1):
+            faults.append(f"{len(self.stages)} stages do not run over pp {self.pp} under schedule {self.schedule}")
         if self.dp % self.zero_group:
             faults.append(f"zero_group {self.zero_group} does not divide the {self.dp} data-parallel ranks")
         if self.rows < self.dp * self.microbatches:
@@ -80,9 +123,27 @@ class Program:
             raise ValueError("; ".join(faults))
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages; a whole model is one that reads every input."""
+        if isinstance(self.model, tuple):
+            return self.model
+        names = tuple(one.name for one in self.inputs)
+        return (Stage(self.model, names, names),)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel ranks."""
+        return self.mesh.get("pp", 1)
+
+    @property
     def dp(self) -> int:
         """Data-parallel ranks."""
         return self.mesh.get("dp", 1)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline-parallel rank that a stage runs on."""
+        turn, place = divmod(stage, self.pp)
+        return self.pp - 1 - place if self.schedule in V_SHAPED and turn % 2 else place
 
     def own_rows(self, rank: int) -> tuple[int, int]:
         """The first row and the number of rows of a data-parallel rank, of the global batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from autopar.runtime import mesh
 from autopar.runtime.layout import Layout, S, chunk
 from autopar.runtime.module import derived_seed
 
+_Sent: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's own part of a tensor that `fully_shard` has cut, sharing its memory."""
@@ -22,7 +25,16 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor] | None:
-    """The whole tensors on the CPU of rank 0, None on the others. All ranks call it together."""
+    """The whole tensors on the CPU of rank 0, None on the others. All ranks call it together.
+
+    Where the ranks of pp hold different ones, those of all of them; of what several hold, the first one's.
+    """
+    pp = mesh.axis_or_none("pp")
+    leads = all(axis.rank == 0 for name, axis in mesh.current().axes.items() if name != "pp")
+    names: list[list[_Sent]] = [[] for _ in range(pp.size if pp else 1)]
+    own = [(name, layouts[name].shape, tensor.dtype) for name, tensor in tensors.items()]
+    if pp and leads:
+        dist.all_gather_object(names, own, group=pp.group)
     first = dist.get_rank() == 0
     found = {}
     for name, tensor in tensors.items():
@@ -31,7 +43,18 @@ def gather(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict
         if first:
             assert whole is not None, "rank 0 gathers"
             found[name] = whole.to("cpu", copy=True)
-    return found if first else None
+        elif pp and leads:
+            assert whole is not None, "the first rank of a stage gathers"
+            dist.send(_as_real(whole).contiguous(), group=pp.group, group_dst=0)
+    if not first:
+        return None
+    for source, sent in enumerate(names[1:], 1):
+        for name, shape, dtype in sent:
+            assert pp is not None, "only its ranks send"
+            whole = torch.empty(shape, dtype=dtype, device=mesh.current().device)
+            dist.recv(_as_real(whole), group=pp.group, group_src=source)
+            found.setdefault(name, whole.to("cpu", copy=True))
+    return found
 
 
 def _gather_over_tp(part: Tensor, layout: Layout) -> Tensor | None:
@@ -39,15 +62,15 @@ def _gather_over_tp(part: Tensor, layout: Layout) -> Tensor | None:
     tp = axes.get("tp")
     if not isinstance(layout.placement, S) or tp is None or tp.size == 1:
         return part
-    if any(axis.rank for name, axis in axes.items() if name != "tp"):
-        return None  # rank 0 is in another group
+    if any(axis.rank for name, axis in axes.items() if name not in ("pp", "tp")):
+        return None  # it is gathered in another group
     dim = layout.placement.dim
     shapes = [layout.local_shape(rank, tp.size) for rank in range(tp.size)]
     largest = shapes[0][dim]
     padding = (0, 0) * (part.ndim - 1 - dim) + (0, largest - part.shape[dim])
     padded = F.pad(part, padding).contiguous()
     parts = [torch.empty_like(padded) for _ in shapes] if tp.rank == 0 else None
-    dist.gather(_as_real(padded), parts and [_as_real(one) for one in parts], dst=0, group=tp.group)
+    dist.gather(_as_real(padded), parts and [_as_real(one) for one in parts], group=tp.group, group_dst=0)
     if parts is None:
         return None
     return layout.full([one.narrow(dim, 0, shape[dim]) for one, shape in zip(parts, shapes, strict=True)])

@@ -1,0 +1,39 @@
+"""Parameters that several stages of a pipeline hold (tied weights): one logical parameter, whose copies stay equal.
+
+Their gradients are summed over the ranks that hold a copy, in the same order on each of them; the same optimizer
+makes the same of the same sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from autopar.runtime import gradients, mesh
+from autopar.runtime.program import Program
+
+
+class Shared:
+    """The shared parameters of one pp rank. All ranks construct it together."""
+
+    def __init__(self, program: Program, rank: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.elsewhere: set[str] = set()  # counted by an earlier rank
+        found: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        for name, stages in program.shared.items():
+            ranks = tuple(sorted({program.rank_of(stage) for stage in stages}))
+            if rank in ranks and len(ranks) > 1:
+                found[ranks].append(parameters[name])
+                if rank != ranks[0]:
+                    self.elsewhere.add(name)
+        self.groups = [(mesh.along("pp", ranks), held) for ranks, held in found.items()]
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of every copy, in place: of this rank's part, which is the same part on each rank."""
+        for group, held in self.groups:
+            gradients.all_reduce([p.grad for p in held if p.grad is not None], group)
+
+    def counted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Without those that another rank counts."""
+        return {name: tensor for name, tensor in tensors.items() if name not in self.elsewhere}
