@@ -173,6 +173,26 @@ def simulate(
     return Timeline(max(clock), max(clock) - max(ordered), tuple(busy), tuple(clock))
 
 
+def least_seconds(stages: Sequence[StageSeconds], rank_of: Sequence[int], microbatches: int, *, split: bool) -> float:
+    """What no order of the work beats: a rank starts when the first microbatch has come to it through all stages
+    before its own, does all its work, and its last gradients go back through them.
+
+    Of stages on one rank that is the whole of it. With one stage per rank in order of ranks, what comes after the last
+    forward (GPipe) or between two (1F1B) can only add to it.
+    """
+    ranks = max(rank_of) + 1
+    busy, before = [0.0] * ranks, [0.0] * ranks
+    seen: set[int] = set()
+    passed = 0.0
+    for stage, rank in zip(stages, rank_of, strict=True):
+        if rank not in seen:
+            seen.add(rank)
+            before[rank] = passed
+        busy[rank] += stage.forward + (stage.input + stage.weight if split else stage.backward)
+        passed += stage.forward + (stage.input if split else stage.backward)
+    return max(microbatches * own + wait for own, wait in zip(busy, before, strict=True))
+
+
 def in_flight(table: Table) -> tuple[int, ...]:
     """Of every stage, the most microbatches that it holds at once."""
     now, most = ([0] * len(table.rank_of) for _ in range(2))

@@ -9,23 +9,27 @@ halves. What memory needs is estimated here; the search counts it on the program
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
-from math import comb
+from functools import cache
+from itertools import accumulate, combinations, pairwise, product
 
+from costmodels.collectives import Collective
 from costmodels.memory import FP32_BYTES
-from costmodels.schedules import in_flight
+from costmodels.schedules import StageSeconds, least_seconds
 from passes.graph import DTYPE_BYTES
 from passes.lower import LocalCall, LocalRegion
-from passes.price import local_bytes
+from passes.price import Seconds, local_bytes
 from passes.rehearse import Rehearsal
-from passes.schedules import table
+from passes.schedules import SCHEDULES, least_in_flight, rank_of
 from passes.stages import reads_of, results_of
-from passes.step import OPTIMIZER_COSTS, Problem, Settled, region_seconds
+from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, pp_axis
 
-EXHAUSTIVE = 128  # ways of cutting that are all tried
-HALVES = 40
+EXHAUSTIVE = 32  # ways of cutting that are all tried
+HALVES = 16
+ROUNDS = 8
 MOST_POSITIONS = 400  # where the root can be cut
 
 
@@ -33,7 +37,9 @@ MOST_POSITIONS = 400  # where the root can be cut
 class Piece:
     """The root between two neighbouring places to cut: seconds, parameters and kept bytes of a microbatch."""
 
-    seconds: float
+    forward: float
+    backward: float
+    weight: float  # of the backward, the gradients of weights
     elements: int
     kept_bytes: int  # by the root itself
     layers: tuple[int, ...]  # of each block
@@ -47,7 +53,10 @@ class Cutter:
         self.problem, self.settled, self.rehearsal = problem, settled, rehearsal
         self.positions = positions(settled.lowered.root)
         pieces = self._pieces()
-        self.seconds = [0.0, *accumulate(p.seconds for p in pieces)]
+        self.forward: list[float] = [0.0, *accumulate(p.forward for p in pieces)]
+        self.backward: list[float] = [0.0, *accumulate(p.backward for p in pieces)]
+        self.weight: list[float] = [0.0, *accumulate(p.weight for p in pieces)]
+        self.seconds: list[float] = [a + b for a, b in zip(self.forward, self.backward, strict=True)]
         self.elements = [0, *accumulate(p.elements for p in pieces)]
         self.kept = [0, *accumulate(p.kept_bytes for p in pieces)]
         blocks = range(len(settled.blocks))
@@ -57,6 +66,8 @@ class Cutter:
         self.saved = [one.saved_bytes for one in kept]
         self.freed = [a.saved_bytes - b.saved_bytes for a, b in zip(kept, again, strict=True)]
         self.order = sorted(blocks, key=lambda b: settled.again[b] / max(1, self.freed[b]))
+        may = problem.fix.get("recompute") != "none"
+        self._may_recompute = [may and count > 0 for count in settled.recomputable]
         self.transient = max((one.backward_peak_bytes - one.saved_bytes for one in kept), default=0)
         last = rehearsal.root
         self.ending = max(s.peak_bytes for s in (last.forward[-1], last.backward[0])) - last.forward[-1].live_bytes
@@ -65,74 +76,199 @@ class Cutter:
         """How many stages there can be."""
         return len(self.positions) + 1
 
-    def cuts(self, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float) -> Iterator[tuple[int, ...]]:
+    @cache  # noqa: B019
+    def least_of_slowest(self, count: int) -> float:
+        """Seconds of the slowest of so many stages at least, infinite where there cannot be as many."""
+        ends = self._filling(count, lambda stage, start, end: self.seconds[end] - self.seconds[start], False)
+        if ends is None:
+            return math.inf
+        return max(self.seconds[end] - self.seconds[start] for start, end in pairwise((0, *ends)))
+
+    def cuts(
+        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float
+    ) -> Iterator[tuple[int, ...]]:
         """Ways of cutting into stages that may be best, as positions in the statements of the root."""
-        count = self.settled.pair.pp * virtual
-        if comb(len(self.positions), count - 1) <= EXHAUSTIVE:
+        count = pair.pp * virtual
+        if math.comb(len(self.positions), count - 1) <= EXHAUSTIVE:
             yield from combinations(self.positions, count - 1)
             return
         found = dict.fromkeys(
             self.positions_of(ends)
             for backwards in (False, True)
-            if (ends := self._least(schedule, virtual, zero, group, limit_bytes, backwards)) is not None
+            if (ends := self._least(pair, schedule, virtual, zero, group, limit_bytes, backwards)) is not None
         )
         yield from found
 
     def positions_of(self, ends: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.positions[end - 1] for end in ends[:-1])
 
-    def _least(
-        self, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, backwards: bool
-    ) -> list[int] | None:
-        """Where stages end, in pieces, so that the slowest is as fast as it can be; None where none fit."""
-        pair = self.settled.pair
-        m = pair.microbatches(self.problem.global_batch)
-        flying = in_flight(table(schedule, pair.pp, virtual, short(m, pair.pp)))
-        room = limit_bytes / virtual
-        state_bytes = self._state_bytes(zero, group, m)
-        count, pieces = len(flying), len(self.positions) + 1
+    def recomputed(
+        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, cuts: Sequence[int]
+    ) -> list[list[int]] | None:
+        """Layers that each stage between these cuts must recompute, per block; None where some rank cannot fit."""
+        ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
+        return self._recomputed(pair, schedule, virtual, zero, group, limit_bytes, list(pairwise((0, *ends))))
 
-        def seconds(stage: int, start: int, end: int) -> float:
-            """What a stage of these pieces takes, infinite where it does not fit."""
+    def _recomputed(
+        self,
+        pair: Pair,
+        schedule: str,
+        virtual: int,
+        zero: int,
+        group: int,
+        limit_bytes: float,
+        spans: Sequence[tuple[int, int]],
+    ) -> list[list[int]] | None:
+        """The same of stages by where they start and end in pieces."""
+        m = pair.microbatches(self.problem.global_batch)
+        ranks = rank_of(schedule, pair.pp, virtual)
+        state_bytes = self._state_bytes(pair, zero, group, m)
+        layers = [[counts[end] - counts[start] for counts in self.layers] for start, end in spans]
+        kept = [
+            self.kept[end] - self.kept[start] + self.crossing[start] + sum(map(operator.mul, own, self.saved))
+            for own, (start, end) in zip(layers, spans, strict=True)
+        ]
+        found = [[0] * len(own) for own in layers]
+        for rank, flying in enumerate(least_in_flight(schedule, pair.pp, virtual, m)):
+            own = [k for k, at in enumerate(ranks) if at == rank]
+            states = state_bytes * sum(self.elements[spans[k][1]] - self.elements[spans[k][0]] for k in own)
+            excess = states + self.transient + flying * sum(kept[k] for k in own) - limit_bytes
+            excess += self.ending if len(spans) - 1 in own else 0
+            for b, k in product(self.order, own):
+                freed = flying * self.freed[b]
+                if excess > 0 and freed > 0 and self._may_recompute[b]:
+                    found[k][b] = min(layers[k][b], math.ceil(excess / freed))
+                    excess -= found[k][b] * freed
+            if excess > 0:
+                return None
+        return found
+
+    def least_again_s(
+        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, share: float
+    ) -> float:
+        """Seconds of one microbatch, of all ranks, for what must be recomputed, infinite where they cannot hold all.
+
+        However stages are cut, as long as none has more than `share` of what is kept.
+        """
+        m = pair.microbatches(self.problem.global_batch)
+        flying = sorted(least_in_flight(schedule, pair.pp, virtual, m))
+        kept = self.kept[-1] + sum(n[-1] * saved for n, saved in zip(self.layers, self.saved, strict=True))
+        left, flown = 1.0, 0.0
+        for one in flying:
+            flown += one * min(left, share)
+            left -= min(left, share)
+        excess = self._state_bytes(pair, zero, group, m) * self.elements[-1] + flown * kept - pair.pp * limit_bytes
+        seconds = 0.0
+        for b in self.order:
+            freed = flying[-1] * self.freed[b]
+            if excess > 0 and freed > 0 and self._may_recompute[b]:
+                again = min(self.layers[b][-1], excess / freed)
+                excess -= again * freed
+                seconds += again * self.settled.again[b]
+        return seconds if excess <= 0 else math.inf
+
+    def _needs(
+        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float
+    ) -> Callable[[int, int, int], list[int] | None]:
+        """What a stage must recompute, from its number, start and end in pieces; None where it cannot fit."""
+        m = pair.microbatches(self.problem.global_batch)
+        in_flight = least_in_flight(schedule, pair.pp, virtual, m)
+        flying = [in_flight[rank] for rank in rank_of(schedule, pair.pp, virtual)]
+        room = (limit_bytes - self.transient) / virtual
+        state_bytes = self._state_bytes(pair, zero, group, m)
+        pieces = len(self.positions) + 1
+
+        @cache
+        def need(stage: int, start: int, end: int) -> list[int] | None:
             held = state_bytes * (self.elements[end] - self.elements[start])
-            held += self.transient + (self.ending if end == pieces else 0)
+            held += self.ending if end == pieces else 0
             kept = self.kept[end] - self.kept[start] + self.crossing[start]
             layers = [counts[end] - counts[start] for counts in self.layers]
             kept += sum(n * saved for n, saved in zip(layers, self.saved, strict=True))
             excess = held + flying[stage] * kept - room
-            taken = self.seconds[end] - self.seconds[start]
+            again = [0] * len(layers)
             for b in self.order:
-                if excess <= 0:
-                    break
-                possible = min(layers[b], self.settled.recomputable[b])
                 freed = flying[stage] * self.freed[b]
-                if self.problem.fix.get("recompute") == "none" or freed <= 0 or not possible:
-                    continue
-                again = min(possible, -(-excess // freed))
-                excess -= again * freed
-                taken += again * self.settled.again[b]
-            return taken if excess <= 0 else float("inf")
+                if excess > 0 and self._may_recompute[b] and freed > 0:
+                    again[b] = min(layers[b], math.ceil(excess / freed))
+                    excess -= again[b] * freed
+            return again if excess <= 0 else None
+
+        return need
+
+    def _least(
+        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, backwards: bool
+    ) -> list[int] | None:
+        """Where stages end, in pieces, so that the slowest is as fast as it can be; None where none fit."""
+        need = self._needs(pair, schedule, virtual, zero, group, limit_bytes)
+        axis = pp_axis(self.problem, pair)
+        received_s = [2 * axis.seconds(Collective.SEND, size) for size in self.crossing]  # and gradients sent back
+
+        def plainly(stage: int, start: int, end: int) -> float:
+            return self.seconds[end] - self.seconds[start] + received_s[start]
+
+        @cache
+        def seconds(stage: int, start: int, end: int) -> float:
+            """What a stage of these pieces takes, infinite where it does not fit."""
+            again = need(stage, start, end)
+            if again is None:
+                return math.inf
+            taken = self.seconds[end] - self.seconds[start] + received_s[start]
+            return taken + sum(map(operator.mul, again, self.settled.again))
+
+        count = pair.pp * virtual
+        starts = [self._filling(count, seconds, backwards)]
+        if virtual > 1 or starts == [None]:  # what a rank of several stages can hold, no stage knows by itself
+            starts.append(self._filling(count, plainly, backwards))
+        ranks, split = rank_of(schedule, pair.pp, virtual), SCHEDULES[schedule].split
+        m = pair.microbatches(self.problem.global_batch)
+
+        def step(ends: list[int]) -> float:
+            spans = list(pairwise((0, *ends)))
+            again = self._recomputed(pair, schedule, virtual, zero, group, limit_bytes, spans)
+            if again is None:
+                return math.inf
+            every = []
+            for layers, (start, end) in zip(again, spans, strict=True):
+                forward = self.forward[end] - self.forward[start]
+                weight = self.weight[end] - self.weight[start]
+                backward = plainly(0, start, end) - forward
+                backward += sum(map(operator.mul, layers, self.settled.again))
+                every.append(StageSeconds(forward, backward, backward - weight, weight))
+            # ranks go through their first stages together, then their second ones: each time the slowest sets the pace
+            slowest = [
+                max(one.forward + one.backward for one in every[k : k + pair.pp]) for k in range(0, count, pair.pp)
+            ]
+            return max(least_seconds(every, ranks, m, split=split), m * sum(slowest))
+
+        every = [_improved(ends, step) for ends in starts if ends is not None]
+        taken, ends = min(((taken, ends) for ends, taken in every), default=(math.inf, None))
+        return ends if taken < math.inf else None
+
+    def _filling(self, count: int, seconds: Callable[[int, int, int], float], backwards: bool) -> list[int] | None:
+        """Where stages end so that the slowest, by `seconds` from its start to its end, is as fast as it can be."""
+        pieces = len(self.positions) + 1
 
         def filled(most: float) -> list[int] | None:
             """Stages filled one after the other up to so many seconds, from either end."""
             ends: list[int] = []
             at = pieces if backwards else 0
             for k in range(count):
-                stage = count - 1 - k if backwards else k
                 left = count - 1 - k  # a piece at least for each of the others
-                low, high = (left, at - 1) if backwards else (at + 1, pieces - left)
                 if backwards:  # the least start that is not too much
+                    low, high = left, at - 1
                     while low < high:
                         middle = (low + high) // 2
-                        low, high = (low, middle) if seconds(stage, middle, at) <= most else (middle + 1, high)
-                    if low > at - 1 or seconds(stage, low, at) > most:
+                        low, high = (low, middle) if seconds(left, middle, at) <= most else (middle + 1, high)
+                    if low > at - 1 or seconds(left, low, at) > most:
                         return None
                     ends.append(at)
                 else:
+                    low, high = at + 1, pieces - left
                     while low < high:
                         middle = (low + high + 1) // 2
-                        low, high = (middle, high) if seconds(stage, at, middle) <= most else (low, middle - 1)
-                    if low < at + 1 or seconds(stage, at, low) > most:
+                        low, high = (middle, high) if seconds(k, at, middle) <= most else (low, middle - 1)
+                    if low < at + 1 or low > pieces - left or seconds(k, at, low) > most:
                         return None
                     ends.append(low)
                 at = low
@@ -140,8 +276,8 @@ class Cutter:
                 return None
             return ends[::-1] if backwards else ends
 
-        total = self.seconds[-1] + sum(n[-1] * one for n, one in zip(self.layers, self.settled.again, strict=True))
-        low, high = total / count / 2, total
+        again = sum(n[-1] * one for n, one in zip(self.layers, self.settled.again, strict=True))
+        low, high = self.seconds[-1] / count, self.seconds[-1] + again
         best = filled(high)
         for _ in range(HALVES if best else 0):
             middle = (low + high) / 2
@@ -151,12 +287,12 @@ class Cutter:
                 best, high = found, middle
         return best
 
-    def _state_bytes(self, zero: int, group: int, microbatches: int) -> float:
+    def _state_bytes(self, pair: Pair, zero: int, group: int, microbatches: int) -> float:
         """What the engine holds of each parameter element (costmodels/memory.py)."""
         states = FP32_BYTES * OPTIMIZER_COSTS[self.problem.optimizer].states
         c, n = self.problem.compute_bytes, group if zero else 1
         if n == 1 and self.problem.precision == "fp32":
-            copies = 2 if self.settled.pair.dp > 1 and microbatches > 1 else 1
+            copies = 2 if pair.dp > 1 and microbatches > 1 else 1
             return FP32_BYTES * (1 + copies) + states
         gradients = FP32_BYTES if zero < 2 else FP32_BYTES / n
         return (FP32_BYTES + states) / n + gradients + (c if zero < 3 else 0)
@@ -168,18 +304,16 @@ class Cutter:
         held: set[str] = set()
         calls = 0
         lives = [stretch.live_bytes for stretch in self.rehearsal.root.forward]
-        crossing = crossings(root)
+        crossing = crossings(root, axis.ranks)
         found = []
         for start, end in zip((0, *self.positions), (*self.positions, len(root.statements)), strict=True):
-            seconds, elements, kept = 0.0, 0, 0
+            elements, kept = 0, 0
             layers = [0] * len(settled.blocks)
             part = root.statements[start:end]
-            own = region_seconds(part, axis)
-            seconds += own.compute.total + own.comm.total
+            own = sum((settled.statements[id(s)] for s in part), RegionSeconds(Seconds(), Seconds()))
             for statement in part:
                 if isinstance(statement, LocalCall):
-                    block = settled.blocks[statement.block]
-                    seconds += block.compute.total + block.comm.total
+                    own += settled.blocks[statement.block]
                     elements += settled.units[statement.block].elements
                     layers[statement.block] += 1
                     kept += lives[calls] - (lives[calls - 1] if calls else 0)
@@ -190,24 +324,48 @@ class Cutter:
                     elements += local_bytes(parameter.value, lies, axis.ranks) // DTYPE_BYTES[parameter.value.dtype]
             if end == len(root.statements):
                 kept += lives[-1] - (lives[-2] if len(lives) > 1 else 0)
-            found.append(Piece(seconds, elements, max(0, kept), tuple(layers), crossing.get(start, 0)))
+            forward, backward = (
+                own.compute.forward + own.comm.forward,
+                own.compute.backward + own.comm.backward,
+            )
+            crossed = crossing.get(start, 0)
+            found.append(Piece(forward, backward, own.weight, elements, max(0, kept), tuple(layers), crossed))
         return found
 
 
+def _improved(ends: list[int], step: Callable[[list[int]], float]) -> tuple[list[int], float]:
+    """Ends moved by a piece for as long as that makes a step faster (ranks may have several stages), and its time."""
+    best = step(ends)
+    for _ in range(ROUNDS):
+        before = best
+        for k in range(len(ends) - 1):
+            for by in (-1, 1):
+                moved = [*ends[:k], ends[k] + by, *ends[k + 1 :]]
+                fits = (ends[k - 1] if k else 0) < moved[k] < ends[k + 1]
+                if fits and (seconds := step(moved)) < best:
+                    best, ends = seconds, moved
+        if best == before:
+            break
+    return ends, best
+
+
 def positions(root: LocalRegion) -> tuple[int, ...]:
-    """Where the root may be cut: before any statement; of too many, around layers and where least would cross."""
-    every = range(1, len(root.statements))
+    """Where the root may be cut: wherever something with a gradient is handed on.
+
+    Of too many places, around layers and where least would cross.
+    """
+    crossing = crossings(root, 1)
+    every = [p for p in range(1, len(root.statements)) if crossing[p]]
     if len(every) <= MOST_POSITIONS:
         return tuple(every)
-    crossing = crossings(root)
     around = {i + k for i, s in enumerate(root.statements) if isinstance(s, LocalCall) for k in (0, 1)}
     rest = sorted((p for p in every if p not in around), key=lambda p: (crossing[p], p))
     most = max(0, MOST_POSITIONS - len(around))
-    return tuple(sorted({p for p in around if 0 < p < len(root.statements)} | set(rest[:most])))
+    return tuple(sorted(around.intersection(every).union(rest[:most])))
 
 
-def crossings(root: LocalRegion) -> dict[int, int]:
-    """Bytes of gradient-carrying values that are made before each position and read at or after it."""
+def crossings(root: LocalRegion, tp: int) -> dict[int, int]:
+    """A rank's bytes of gradient-carrying values that are made before each position and read at or after it."""
     last: dict[str, int] = {name: len(root.statements) for name in root.outputs}
     for i, statement in enumerate(root.statements):
         for name in reads_of(statement):
@@ -219,12 +377,6 @@ def crossings(root: LocalRegion) -> dict[int, int]:
         for name in results_of(statement):
             local = root.locals[name]
             if local.value.grad and last.get(name, -1) > i:
-                live[name] = local.value.bytes
+                live[name] = local_bytes(local.value, local.placement, tp)
         live = {name: size for name, size in live.items() if last[name] > i}
     return found
-
-
-def short(microbatches: int, ranks: int) -> int:
-    """As many microbatches as show all that a schedule holds at once: it repeats itself afterwards."""
-    most = 4 * ranks
-    return microbatches if microbatches <= most else most + microbatches % ranks

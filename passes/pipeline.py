@@ -14,6 +14,7 @@ from torch import nn
 
 from costmodels.cluster import Cluster
 from costmodels.errors import BadInput, NoPlanFits
+from costmodels.schedules import check
 from passes.batch import batch_info, split_prologue
 from passes.blocks import Blocked, Call, block
 from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
@@ -43,7 +44,7 @@ from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.search import Search
 from passes.state import Pass, State, Task, made, run
-from passes.step import OPTIMIZER_COSTS, Problem
+from passes.step import OPTIMIZER_COSTS, Problem, timetable
 
 # -- the passes: each takes the state and returns a new one -----------------------------------------------------------
 
@@ -177,11 +178,17 @@ def every_operand_lies_as_wanted(state: State) -> None:
                     assert lies == wanted, f"{statement.op.name} wants {name} as {wanted}, it lies as {lies}"
 
 
+def no_rank_waits_for_ever(state: State) -> None:
+    variant = made(state.found, "the plan").best.variant
+    if variant.staging is not None:
+        check(timetable(variant, variant.settled.pair.microbatches(state.task.global_batch)))
+
+
 CAPTURE = Pass(capture_, ensures=(every_value_is_written_before_it_is_read,))
 NORMALIZE = Pass(normalize_, ensures=(every_value_is_written_once,))
 BATCH = Pass(batch_)
 BLOCKS = Pass(blocks_, ensures=(every_operator_is_in_one_place,))
-SEARCH = Pass(search_, ensures=(the_plan_fits, every_operand_lies_as_wanted))
+SEARCH = Pass(search_, ensures=(the_plan_fits, every_operand_lies_as_wanted, no_rank_waits_for_ever))
 EMIT = Pass(emit_)
 
 PIPELINE = (CAPTURE, NORMALIZE, BATCH, BLOCKS, SEARCH, EMIT)

@@ -81,6 +81,23 @@ def rank_of(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(places[stage] for stage in range(ranks * stages_per_rank))
 
 
+def least_in_flight(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[float, ...]:
+    """Of every rank, how many microbatches of all its stages it holds when it holds most, or a few less.
+
+    A microbatch in one of v stages counts as 1 / v. From the orders of torch 2.13, without playing them.
+    """
+    m, p, v = microbatches, ranks, stages_per_rank
+    round_ = m // max(1, m // p)
+    of_rank: Mapping[str, Callable[[int], float]] = {
+        "gpipe": lambda r: m,
+        "1f1b": lambda r: p - r,
+        "interleaved": lambda r: ((v - 1) * round_ + 2 * (p - 1 - r) + 1) / v,
+        "interleaved_zb": lambda r: p,
+        "zbv": lambda r: min(p, (m + 1 + r) / 2),
+    }
+    return tuple(min(m, of_rank[name](rank)) for rank in range(p))
+
+
 @lru_cache(maxsize=64)
 def table(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Table:
     """What torch does on every rank. The counts must not be refused."""

@@ -29,7 +29,7 @@ from passes.emit import emit
 from passes.lower import Lowered
 from passes.memory import StepBytes, rank_bytes, step_bytes
 from passes.plan import FIX_KEYS, Fix
-from passes.price import Axis
+from passes.price import Axis, Seconds
 from passes.rehearse import Rehearsal, rehearse
 from passes.schedules import SCHEDULES, refusal
 from passes.sharding import GAP, Programme, Sharding, Terms
@@ -42,6 +42,7 @@ from passes.step import (
     Staging,
     StepSeconds,
     Variant,
+    least_dp_seconds,
     least_state_seconds,
     settle,
     step_seconds,
@@ -58,8 +59,12 @@ def size(bytes_: float) -> str:
 
 
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
-VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)  # per rank
+VIRTUAL_STAGES = (1, 2, 4)  # per rank
 MOST_STAGES_WITHOUT_LAYERS = 16
+CORRECTION = 1.05  # times what a pipeline holds too much, when it is cut again
+TIGHTEST = 0.8  # times the limit, for which a pipeline is cut
+ROOMY = 1.05  # times the limit: where stages are not rehearsed yet, what they hold is known to a few percent
+UNEVEN = 1.25  # times an even share of the work, in a bound
 RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
 
@@ -72,6 +77,10 @@ class Candidate:
     seconds: StepSeconds
     bytes: StepBytes | None
     why_not: str = ""
+    played: bool = True  # of a pipeline, whether its schedule was; else the seconds are a bound
+    own: bool = True  # whether the sharding was solved for its mesh
+    recompute_s: float = 0.0  # beside them, what memory asks for at least
+    room_bytes: float = math.inf  # for which a pipeline was cut
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,8 @@ def pairs(problem: Problem) -> list[Pair]:
     tp_fixed, dp_fixed, pp_fixed = fixed_int(fix, "tp"), fixed_int(fix, "dp"), fixed_int(fix, "pp")
     found = []
     for tp in [tp_fixed] if tp_fixed else degrees(devices, problem.cluster.devices_per_node):
-        for pp in [pp_fixed] if pp_fixed else pipelines(problem, devices // tp):
+        beside = problem.cluster.devices_per_node % tp == 0  # a pipeline's stages lie in nodes alike
+        for pp in [pp_fixed] if pp_fixed else pipelines(problem, devices // tp) if beside else [1]:
             most = devices // (tp * pp)
             if not most:
                 continue
@@ -183,7 +193,9 @@ def stagings(problem: Problem, pair: Pair, zero: int) -> list[tuple[str, int]]:
         if schedule.split and zero > 1:
             continue
         for virtual in [virtual_fixed] if virtual_fixed else VIRTUAL_STAGES:
-            if (virtual > 1 or schedule.single) and not refusal(name, pair.pp, virtual, m):
+            if (virtual > 1) == schedule.single or pair.pp * virtual > len(problem.program.body):
+                continue
+            if not refusal(name, pair.pp, virtual, m):
                 found.append((name, virtual))
     return found
 
@@ -315,10 +327,14 @@ class Search:
         self.rejected: list[Candidate] = []
         self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
-        self.cutters: dict[tuple[int, Pair], Cutter] = {}
+        self.cutters: dict[int, Cutter] = {}
+        self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.refused: list[str] = []  # why ways of cutting were not taken
 
     def push(self, seconds: float, item: object) -> None:
+        """Queue what takes so many seconds at least; what is infinitely slow cannot be at all."""
+        if math.isinf(seconds):
+            return
         heapq.heappush(self.queue, (seconds, next(self.order), item))
 
     def run(self) -> Found:
@@ -369,7 +385,7 @@ class Search:
             if isinstance(item, Candidate) and item.bytes is not None:
                 found.append(item)
             elif isinstance(item, Candidate) and len(self.rehearsals) < rehearsals:
-                self.fit(item)
+                self.expand(item, bound)
         return found
 
     def fits_at_all(self) -> bool:
@@ -408,9 +424,11 @@ class Search:
         elif isinstance(item, Uncut) and bound < (floor := self.uncut_floor(item)):
             self.push(floor, item)
         elif isinstance(item, Uncut):
-            self.cut(item)
+            self.cut(item, bound)
         elif isinstance(item, Finer):
             self.cut_finer(item.variant, item.layers)
+        elif isinstance(item, Candidate) and not (item.played and item.own):
+            self.play(item)
         elif isinstance(item, Candidate):
             self.fit(item)
 
@@ -423,19 +441,47 @@ class Search:
             self.enumerated += len(found)
             if not self.bounds.hopeless(pair, zero, group):
                 for schedule, virtual in found:
-                    item = Uncut(pair, zero, group, schedule, virtual, self.limit)
+                    item = Uncut(pair, zero, group, schedule, virtual, ROOMY * self.limit)
                     self.push(self.uncut_floor(item), item)
 
     def uncut_floor(self, item: Uncut) -> float:
-        """All stages equally long, or as the schedule likes it best."""
+        """What all ranks of the pipeline together have to do, and wait for, shared evenly."""
         pair, m = item.pair, item.pair.microbatches(self.problem.global_batch)
-        once = self.microbatch_s(pair) + self.bounds.recompute_seconds(pair, item.zero, item.group) / m
-        least = m * once / pair.pp
-        if SCHEDULES[item.schedule].single:
-            # a stage waits for the first microbatch to come, and for its gradients to go, through all stages before
+        again = self.bounds.recompute_seconds(pair, item.zero, item.group)
+        once = self.microbatch_s(pair) + again / m
+        count = pair.pp * item.virtual_stages
+        schedule = SCHEDULES[item.schedule]
+        # a rank waits for the first microbatch to come, and for its gradients to go, through all stages before
+        if schedule.single:
             least = once / (1 - (1 - 1 / m) ** pair.pp)
+        else:
+            least = m * once / pair.pp + once / count * (pair.pp - 1) / 2
+        dp = 0.0
+        if (cutter := self.first_cutters.get((pair.tp, pair.microbatch))) is not None:
+            slowest = cutter.least_of_slowest(count)
+            if math.isinf(slowest):
+                return math.inf
+            if schedule.single:
+                least = max(least, m * slowest)
+            if "recompute" not in self.problem.fix:
+                known = cutter.least_again_s(
+                    pair,
+                    item.schedule,
+                    item.virtual_stages,
+                    item.zero,
+                    item.group,
+                    ROOMY * self.limit,
+                    UNEVEN / pair.pp,
+                )
+                least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)
+            # the compute of a rank hides dp: were it much longer than its share, the step would be too
+            most = UNEVEN * once / pair.pp
+            dp = min(
+                least_dp_seconds(self.problem, pair, item.zero, item.group, Seconds(most, most)),
+                (UNEVEN - 1) * m * once / pair.pp,
+            )
         shards = item.group if item.zero else 1
-        return least + update_seconds(self.problem, self.problem.trained // (pair.tp * pair.pp), shards)
+        return least + dp + update_seconds(self.problem, self.problem.trained // (pair.tp * pair.pp), shards)
 
     def microbatch_s(self, pair: Pair) -> float:
         """What one microbatch takes on all stages together at least, parameters apart."""
@@ -444,18 +490,28 @@ class Search:
         m = pair.microbatches(self.problem.global_batch)
         return max(self.bounds.seconds(pair) / m, *known, 0.0)
 
-    def cut(self, item: Uncut) -> None:
-        """Shard a pipeline, and queue the ways of cutting it that may be best."""
+    def cut(self, item: Uncut, bound: float) -> None:
+        """Queue the ways of cutting a pipeline that may be best, of the first sharding that was found."""
         pair = item.pair
-        m = pair.microbatches(self.problem.global_batch)
-        self.progress(
-            f"pp {pair.pp}, tp {pair.tp}, dp {pair.dp}, {item.schedule}, {m} microbatches of {pair.microbatch}"
-        )
-        settled = self.settled(pair, self.terms(pair, item.zero, item.group))
-        self.visited += item.room_bytes == self.limit
-        cutter = self.cutter(settled)
+        first = self.first_cutters.get((pair.tp, pair.microbatch))
+        if first is None:
+            settled = self.settled(pair, self.terms(pair, item.zero, item.group))
+            self.first_cutters[pair.tp, pair.microbatch] = self.cutter(settled)
+            if (floor := self.uncut_floor(item)) > bound:
+                self.push(floor, item)
+                return
+        else:
+            settled = replace(first.settled, pair=pair)
+        self.visited += 1
+        self.queue_cuts(item, settled, played=False)
+
+    def queue_cuts(self, item: Uncut, settled: Settled, *, played: bool) -> None:
+        """Queue a pipeline with the stages that may be best for it."""
         full = self.problem.fix.get("recompute") == "full"
-        for cuts in cutter.cuts(item.schedule, item.virtual_stages, item.zero, item.group, item.room_bytes):
+        cutter = self.cutter(settled)
+        for cuts in cutter.cuts(
+            settled.pair, item.schedule, item.virtual_stages, item.zero, item.group, item.room_bytes
+        ):
             none = tuple(0 for _ in settled.blocks)
             staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
             variant = Variant(settled, item.zero, item.group, none, staging)
@@ -464,12 +520,43 @@ class Search:
             if why := pipeline_refusal(self.problem, variant):
                 self.refused.append(why)
                 continue
-            self.push_unfitted(Candidate(variant, step_seconds(self.problem, variant), None))
+            seconds = step_seconds(self.problem, variant, play=False)
+            least = cutter.recomputed(
+                settled.pair, item.schedule, item.virtual_stages, item.zero, item.group, ROOMY * self.limit, cuts
+            )
+            more = 0.0
+            if least is not None and not full:
+                again = step_seconds(self.problem, with_recompute(variant, least), play=False)
+                more = again.total - seconds.total
+            elif least is None and not full and len(cutter) > 2:
+                more = step_seconds(self.problem, full_recompute(variant), play=False).total - seconds.total
+            if played:
+                seconds = step_seconds(self.problem, variant)
+            room = item.room_bytes
+            self.push_unfitted(Candidate(variant, seconds, None, "", played, played, more, room))
+
+    def play(self, one: Candidate) -> None:
+        """Price a pipeline by its schedule, then under the sharding that is best for it."""
+        variant = one.variant
+        if not one.played:
+            self.push_unfitted(replace(one, seconds=step_seconds(self.problem, variant), played=True))
+            return
+        pair, staging = variant.settled.pair, variant.staging
+        assert staging is not None, "only a pipeline is played"
+        settled = self.settled(pair, self.terms(pair, variant.zero, variant.group))
+        if settled.lowered is variant.settled.lowered:
+            self.push_unfitted(replace(one, own=True))
+            return
+        item = Uncut(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, one.room_bytes)
+        self.queue_cuts(item, settled, played=True)
 
     def cutter(self, settled: Settled) -> Cutter:
-        key = id(settled.lowered), settled.pair
+        key = id(settled.lowered)
         if key not in self.cutters:
-            self.cutters[key] = Cutter(self.problem, settled, self.rehearsal(settled))
+            # layers hold about as much however they are sharded: one rehearsal tells where to cut
+            first = self.first_cutters.get((settled.pair.tp, settled.pair.microbatch))
+            rehearsal = first.rehearsal if first else self.rehearsal(settled)
+            self.cutters[key] = Cutter(self.problem, settled, rehearsal)
         return self.cutters[key]
 
     def why_no_pipeline(self) -> str:
@@ -548,7 +635,7 @@ class Search:
     def push_unfitted(self, one: Candidate) -> None:
         variant = one.variant
         recompute = self.bounds.recompute_seconds(variant.settled.pair, variant.zero, variant.group)
-        self.push(one.seconds.total + recompute, one)
+        self.push(one.seconds.total + max(one.recompute_s, recompute / variant.settled.pair.pp), one)
 
     def fewest_layers(self, settled: Settled) -> tuple[int, ...]:
         """Layers that are recomputed whatever the memory."""
@@ -619,11 +706,17 @@ class Search:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
         self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
+        if variant.staging is not None and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
+            # the estimate by which it was cut is corrected by what the rehearsal found
+            room = candidate.room_bytes - CORRECTION * (held.peak - self.limit)
+            staging, pair = variant.staging, variant.settled.pair
+            again = Uncut(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, room)
+            self.queue_cuts(again, variant.settled, played=True)
         if "recompute" not in self.problem.fix:
-            again = self.recomputed(variant) if variant.staging is None else self.recomputed_by_stage(variant)
-            if again is not None:
-                seconds = step_seconds(self.problem, again)
-                self.push(seconds.total, Candidate(again, seconds, self.bytes_of(again)))
+            less = self.recomputed(variant) if variant.staging is None else self.recomputed_by_stage(variant)
+            if less is not None:
+                seconds = step_seconds(self.problem, less)
+                self.push(seconds.total, Candidate(less, seconds, self.bytes_of(less)))
                 return
             self.reject(full_recompute(variant))
         if variant.staging is None and variant.settled.pair.tp > 1:
@@ -773,7 +866,7 @@ class Search:
             schedule, virtual = next(
                 (one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1)
             )
-            cuts = next(self.cutter(settled).cuts(schedule, virtual, stage, size, math.inf))
+            cuts = next(self.cutter(settled).cuts(pair, schedule, virtual, stage, size, math.inf))
             none = (tuple(0 for _ in settled.blocks),) * (len(cuts) + 1)
             variant = replace(variant, staging=Staging(schedule, virtual, cuts, none))
             if problem.fix.get("recompute") != "none":

@@ -17,7 +17,7 @@ import torch
 from costmodels.cluster import Cluster
 from costmodels.collectives import Collective
 from costmodels.operators import exposed_seconds, optimizer_seconds
-from costmodels.schedules import Queue, StageSeconds, Table, simulate
+from costmodels.schedules import Queue, StageSeconds, Table, least_seconds, simulate
 from passes.blocks import Blocked
 from passes.emit import Emission
 from passes.graph import Parameter, mutates
@@ -26,7 +26,7 @@ from passes.placements import R, S, local_shape
 from passes.plan import Fix
 from passes.price import Axis, Seconds, local_bytes, op_seconds, reshard_seconds
 from passes.saved import saved
-from passes.schedules import rank_of, table
+from passes.schedules import SCHEDULES, rank_of, table
 from passes.sharding import Sharding
 from passes.stages import LocalStage, shared, stages
 
@@ -157,8 +157,9 @@ class Settled:
     units: tuple[Unit, ...]  # per block, then the root
     partial_bytes: int  # gradients that are summed over tp once per step
     largest_parameter: int
+    statements: Mapping[int, RegionSeconds]  # of the root, by identity
 
-    @property
+    @cached_property
     def recomputable(self) -> tuple[int, ...]:
         """Layers of each block that may run twice: those that change no buffer."""
         blocks = zip(self.lowered.program.blocks, self.units, strict=False)
@@ -273,15 +274,18 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
         for region, _ in lowered.regions()
         for p, placement in region.parameters
     ]
+    weights = weights_of(lowered.root)
+    statements = {id(s): region_seconds((s,), sharding.axis, weights) for s in lowered.root.statements}
     return Settled(
         pair,
         lowered,
-        region_seconds(lowered.root.statements, sharding.axis, weights_of(lowered.root)),
+        sum(statements.values(), RegionSeconds(Seconds(), Seconds())),
         tuple(region_seconds(r.statements, sharding.axis, weights_of(r)) for r in lowered.blocks),
         tuple(forward_seconds(region_seconds(run_again(r), sharding.axis)) for r in lowered.blocks),
         tuple(units),
         partial,
         max(held, default=0),
+        statements,
     )
 
 
@@ -372,9 +376,9 @@ def _load(
     both: Mapping[str, tuple[int, ...]],
 ) -> StageLoad:
     settled, tp = variant.settled, variant.settled.pair.tp
-    axis, program = settled.lowered.sharding.axis, settled.lowered.program
+    program = settled.lowered.program
     counts = Counter(call.block for call in part.calls)
-    seconds = region_seconds(part.region.statements, axis, weights_of(part.region))
+    seconds = sum((settled.statements[id(s)] for s in part.region.statements), RegionSeconds(Seconds(), Seconds()))
     for b, count in counts.items():
         seconds += settled.blocks[b].times(count)
     units = [replace(settled.units[b], count=counts[b]) for b in range(len(program.blocks))]
@@ -402,10 +406,11 @@ def partial_bytes(region: LocalRegion) -> int:
     return sum(p.value.elements * 4 for p, placement in region.parameters if placement is R)
 
 
-def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
+def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> StepSeconds:
     """Exposed seconds of one optimizer step of a variant.
 
-    A pipeline takes the makespan of its schedule; what every rank does once a step comes on top, of the slowest one.
+    A pipeline takes the makespan of its schedule, or unless it is played, what no order beats; what every rank does
+    once a step comes on top, of the slowest one.
     """
     pair = variant.settled.pair
     m = pair.microbatches(problem.global_batch)
@@ -434,7 +439,10 @@ def step_seconds(problem: Problem, variant: Variant) -> StepSeconds:
     fullest = max(range(len(busy)), key=lambda r: busy[r].compute.total + busy[r].comm.total + again[r])
     bubble = exposed = 0.0
     if variant.staging is not None:
-        bubble, exposed = waits(problem, variant, every, m)
+        if play:
+            bubble, exposed = waits(problem, variant, every, m)
+        else:
+            bubble = least_wait(variant, every, m)
         exposed += shared_seconds(problem, variant, every)
     return StepSeconds(
         compute=m * busy[fullest].compute.total,
@@ -473,6 +481,17 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
         return played(microbatches)
     (bubble, exposed), (bubble_before, exposed_before) = played(least), played(least - ranks)
     return bubble + rounds * (bubble - bubble_before), exposed + rounds * (exposed - exposed_before)
+
+
+def least_wait(variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> float:
+    """Seconds in which the busiest rank has nothing to do at least."""
+    stages_ = stage_seconds(every)
+    ranks = tuple(variant.rank_of(k) for k in range(len(stages_)))
+    split = SCHEDULES[variant.schedule].split
+    busy = [0.0] * variant.settled.pair.pp
+    for stage, rank in zip(stages_, ranks, strict=True):
+        busy[rank] += microbatches * (stage.forward + stage.backward)
+    return max(0.0, least_seconds(stages_, ranks, microbatches, split=split) - max(busy))
 
 
 def stage_seconds(every: tuple[StageLoad, ...]) -> tuple[StageSeconds, ...]:
@@ -529,6 +548,18 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
     uses = _dp_uses(problem, pair, zero, group, problem.whole_units)
     hidden = dp_seconds(problem, uses, Seconds(math.inf, math.inf))
     return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
+
+
+def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden: Seconds) -> float:
+    """What dp adds to a step of a pipeline at least: some rank has its share of the parameters or more."""
+    units = []
+    for one in problem.whole_units:
+        if one.count >= pair.pp:
+            units.append(Unit(one.elements // pair.tp, one.trained // pair.tp, one.count // pair.pp))
+        else:
+            cut = pair.tp * pair.pp
+            units.append(Unit(one.elements // cut, one.trained // cut, one.count))
+    return dp_seconds(problem, _dp_uses(problem, pair, zero, group, tuple(units)), hidden)
 
 
 @dataclass(frozen=True)

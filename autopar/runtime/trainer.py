@@ -90,19 +90,20 @@ class Trainer:
         self.optimizer = (optimizer or OPTIMIZERS[program.optimizer])(trained or [nn.Parameter(torch.empty(0))])
 
     def _build(self) -> dict[int, ShardedModule]:
-        """The models of this rank's stages by number. What several of them share is there once."""
+        """The models of this rank's stages by number. What several of them have is there once."""
         program, models = self.program, dict[int, ShardedModule]()
+        held: dict[str, Tensor] = {}
         for number, stage in enumerate(program.stages):
             if program.rank_of(number) != (self._pp.rank if self._pp else 0):
                 continue
             with self.device:
                 model = stage.model()
             name_modules(model)
-            for name, numbers in program.shared.items():
-                if number in numbers and (first := next((n for n in numbers if n in models), None)) is not None:
-                    path, _, leaf = name.rpartition(".")
-                    held = models[first].get_submodule(path)._parameters[leaf]
-                    model.get_submodule(path)._parameters[leaf] = held
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                path, _, leaf = name.rpartition(".")
+                owner = model.get_submodule(path)
+                store = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+                store[leaf] = held.setdefault(name, tensor)  # type: ignore[assignment]
             models[number] = model
         return models
 
