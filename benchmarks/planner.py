@@ -46,6 +46,12 @@ LLAMA3_70B = LLAMA3 | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+LLAMA3_405B = LLAMA3 | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}
 GPT3_175B = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -73,7 +79,9 @@ CASES = (
     Case("llama3-8b/8xh100", LLAMA3_8B, "8xh100", 8192, 64, 20),
     Case("llama3-8b/64xh100", LLAMA3_8B, "8x8xh100", 8192, 512, 20),
     Case("llama3-70b/256xh100", LLAMA3_70B, "32x8xh100", 8192, 512, 45),
+    Case("llama3-70b/512xh100", LLAMA3_70B, "64x8xh100", 8192, 1024, 45),
     Case("gpt3-175b/1024xa100", GPT3_175B, "128x8xa100-80", 2048, 1536, 60),
+    Case("llama3-405b/16384xh100", LLAMA3_405B, "2048x8xh100", 8192, 2048, 120),
 )
 
 
@@ -133,8 +141,11 @@ def in_one_line(plan: Mapping[str, Any]) -> str:
     if zero["stage"]:
         parts.append(f"ZeRO-{zero['stage']} over {zero['group']}")
     parts.append(f"{schedule['microbatches']} x {schedule['microbatch']}")
-    blocks = [block for stage in plan["stages"] for block in stage["blocks"] if block["recomputed"]]
-    parts += [f"{block['recomputed']} of {block['count']} recomputed" for block in blocks]
+    if schedule["name"] != "none":
+        parts.append(f"{schedule['name']} of {schedule['virtual_stages']} x {mesh['pp']} stages")
+    blocks = [block for stage in plan["stages"] for block in stage["blocks"]]
+    if again := sum(block["recomputed"] for block in blocks):
+        parts.append(f"{again} of {sum(block['count'] for block in blocks)} recomputed")
     peak = max(stage["peak_bytes"] for stage in plan["memory"]) / 2**30
     parts += [f"{plan['step_time_s']:.2f} s", f"MFU {plan['mfu']:.2f}", f"{peak:.1f} GiB"]
     if plan["idle_devices"]:

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -148,6 +149,7 @@ class ByHand:
     model: nn.Module
     own_rows: bool
     context: Callable[[], AbstractContextManager[None]] = nullcontext
+    run: Callable[..., Tensor] | None = None  # of a pipeline: forward and backward; the loss where it is known, else 0
 
 
 def ddp(model: nn.Module) -> ByHand:
@@ -204,6 +206,45 @@ def tensor_and_sequence(model: nn.Module) -> ByHand:
     return ByHand(parallelize_module(model, mesh, ends), own_rows=False, context=loss_parallel)
 
 
+class Half(nn.Module):
+    """A stage of two of the Llama: the first takes ids, the last gives logits."""
+
+    def __init__(self, model: nn.Module, stage: int) -> None:
+        super().__init__()
+        half = LAYERS // 2
+        self.blocks = model.blocks[stage * half : (stage + 1) * half]
+        self.first = model.tokens if stage == 0 else nn.Identity()
+        self.last = nn.Sequential(model.norm, model.head) if stage else nn.Identity()
+        self.register_buffer("cos", model.cos)
+        self.register_buffer("sin", model.sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.last(x)
+
+
+def pipeline(model: nn.Module) -> ByHand:
+    """Two stages of half the blocks each under 1F1B."""
+    rank = dist.get_rank()
+    half = Half(model, rank)
+    stage = PipelineStage(half, rank, RANKS, torch.device("cpu"))
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICROBATCHES
+
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss, scale_grads=False)
+
+    def run(ids: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(*([ids] if rank == 0 else []), target=targets, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum() if losses else torch.zeros(())
+
+    return ByHand(half, own_rows=False, run=run)
+
+
+MICROBATCHES = 4
 COLUMNS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 ROW = ("attention.o", "mlp.down")
 
@@ -228,6 +269,14 @@ CASES = (
     Case("zero=3", {"dp": 2, "zero": 3}, fsdp, "fully_shard per block", 0.95),
     Case("tp=2", {"tp": 2}, tensor, "DTensor, column and row", 1.0, ("llama",)),
     Case("tp=2", {"tp": 2}, tensor_and_sequence, "the same, norms by sequence", 1.0, ("llama",)),
+    Case(
+        "pp=2",
+        {"pp": 2, "dp": 1, "tp": 1, "schedule": "1f1b", "microbatches": MICROBATCHES},
+        pipeline,
+        "PipelineStage, Schedule1F1B",
+        0.95,
+        ("llama",),
+    ),
 )
 
 
@@ -262,8 +311,11 @@ def race(program: str, buffers: Mapping[str, Tensor], case: Case, model: str, pa
 
     def theirs() -> Tensor:
         with hand.context():
-            loss = hand.model(**own)
-            loss.backward()
+            if hand.run is not None:
+                loss = hand.run(**own)
+            else:
+                loss = hand.model(**own)
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -286,9 +338,9 @@ def race(program: str, buffers: Mapping[str, Tensor], case: Case, model: str, pa
             wall[i].append(taken)
             cpu[i].append(used)
     loss = losses[1].full_tensor() if isinstance(losses[1], DTensor) else losses[1]
-    if hand.own_rows:
+    if hand.own_rows or hand.run is not None:
         dist.all_reduce(loss)
-        loss /= RANKS
+        loss /= RANKS if hand.own_rows else 1
     return Raced(wall, cpu, (losses[0], loss.item()))
 
 

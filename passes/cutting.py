@@ -214,7 +214,7 @@ class Cutter:
             if again is None:
                 return math.inf
             taken = self.seconds[end] - self.seconds[start] + received_s[start]
-            return taken + sum(map(operator.mul, again, self.settled.again))
+            return taken + sum(n * one for n, one in zip(again, self.settled.again, strict=True))
 
         count = pair.pp * virtual
         starts = [self._filling(count, seconds, backwards)]

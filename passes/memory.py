@@ -20,7 +20,7 @@ from costmodels.memory import FP32_BYTES, Engine, Kind, StaticBytes, Unit
 from costmodels.schedules import held
 from passes.rehearse import BlockMemory, Held, Rehearsal, Stretch
 from passes.schedules import SCHEDULES
-from passes.step import OPTIMIZER_COSTS, Problem, Variant, loads, timetable
+from passes.step import OPTIMIZER_COSTS, Problem, StageLoad, Variant, loads, timetable
 
 BUCKET_BYTES = 64 * 2**20  # of partial gradients, copied together to be summed over tp
 
@@ -51,6 +51,7 @@ def rank_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsa
     every = loads(problem, variant)
     m = variant.settled.pair.microbatches(problem.global_batch)
     waiting = _waiting(problem, variant, rehearsals)
+    between = [_travelling_bytes(variant, own, every) for own in variant.by_rank]
     found = []
     for rank, own in enumerate(variant.by_rank):
         inputs = sum(m * rehearsals[k].input_bytes + rehearsals[k].buffer_bytes for k in own)
@@ -61,8 +62,11 @@ def rank_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsa
             watch = _Watch(inputs, resting)
             partial = sum(every[k].partial_bytes for k in own)
             parameters = [p for k in own for p in rehearsals[k].parameters]
+            full = waiting[rank]
             peaks.append(
-                _stage_bytes(problem, variant, stage, rehearsals[stage], watch, waiting[rank], partial, parameters)
+                _stage_bytes(
+                    problem, variant, stage, rehearsals[stage], watch, full, between[rank], partial, parameters
+                )
             )
         found.append(max(peaks, key=lambda held: held.peak))
     return tuple(found)
@@ -75,6 +79,7 @@ def _stage_bytes(
     rehearsal: Rehearsal,
     watch: _Watch,
     waiting: int,
+    travelling_bytes: int,
     partial: int,
     parameters: list[Held],
 ) -> StepBytes:
@@ -83,11 +88,17 @@ def _stage_bytes(
     m = variant.settled.pair.microbatches(problem.global_batch)
     recompute = variant.recompute_by_stage[stage]
     watch.received = rehearsal.root.received_bytes
-    # microbatches between the first and the last are alike
-    for i in sorted({0, m // 2, m - 1}):
+    split = variant.staging is not None and SCHEDULES[variant.schedule].split
+    # microbatches between the first and the last are alike, or hold less
+    for i in sorted({0, min(1, m - 1), m - 1}):
         watch.engine = engine_of(problem, variant, rehearsal, first=i == 0, last=i == m - 1)
-        alone = i == m - 1 and not watch.resting  # nothing else is left to wait for
-        watch.waiting = 0 if alone else max(0, waiting - _kept(recompute, rehearsal))
+        own = _kept(recompute, rehearsal)
+        others = max(0, waiting - own)
+        if not watch.resting:  # towards the end fewer are left to wait for
+            others = min(others, (m - 1 - i) * own)
+        if split:  # what a backward pass of inputs has used stays for that of weights
+            others += own
+        watch.waiting = others + travelling_bytes
         _microbatch(watch, recompute, rehearsal, shards)
     watch.waiting = watch.received = 0
     # gradients that are partial over tp are copied together to be summed; then the update
@@ -97,6 +108,20 @@ def _stage_bytes(
         watch.see(0)
     assert watch.peak is not None, "seen a moment ago"
     return replace(watch.peak, saved=watch.saved)
+
+
+def _travelling_bytes(variant: Variant, own: Sequence[int], every: Sequence[StageLoad]) -> int:
+    """What a rank has sent and not yet seen arrive, and receives ahead of its use.
+
+    With one stage per rank, what the microbatch before gave and the gradients it sent. Else, of each stage, what it
+    sent and what comes, both ways.
+    """
+    if variant.staging is None:
+        return 0
+    received = [every[k - 1].sent_bytes if k else 0 for k in own]
+    if SCHEDULES[variant.schedule].single:
+        return sum(received) + sum(every[k].sent_bytes for k in own)
+    return 2 * sum(received) + 2 * sum(every[k].sent_bytes for k in own)
 
 
 def _kept(recompute: Sequence[int], rehearsal: Rehearsal) -> int:

@@ -11,7 +11,7 @@ loader's batch; so no input ever travels.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,19 +121,20 @@ def refusal(parts: Sequence[LocalStage]) -> str:
 
 
 def read_twice(part: LocalStage, lowered: Lowered) -> str:
-    """A trained parameter that a stage, or one of its layers, reads more than once; "" if there is none."""
+    """A trained parameter that is read more than once in a stage or one of its layers, itself or what is made of it
+    alone (a position bias of several layers); "" if there is none."""
     called = {call.block for call in part.calls}
     for region in (part.region, *(lowered.blocks[b] for b in sorted(called))):
         of = {p.value.name: p.name for p, _ in region.parameters if p.value.grad}
-        seen: set[str] = set()
+        reads = Counter(region.outputs)
         for statement in region.statements:
-            for name in reads_of(statement):
-                if name in of and not isinstance(statement, Reshard):
-                    if of[name] in seen:
-                        return of[name]
-                    seen.add(of[name])
-                elif name in of:
-                    of[statement.result] = of[name]  # type: ignore[union-attr]
+            names = reads_of(statement)
+            reads.update(names)
+            trained = {name for name in names if region.locals[name].value.grad}
+            if trained and trained <= of.keys() and not isinstance(statement, LocalCall):
+                of |= {name: of[min(trained)] for name in results_of(statement)}
+        if twice := next((of[name] for name in of if reads[name] > 1), ""):
+            return twice
     return ""
 
 

@@ -1,8 +1,9 @@
 """Runs this rank's stages of a program, under the schedules of `torch.distributed.pipelining`.
 
-`PipelineStage` keeps a buffer for what each microbatch of a step receives, from the first step on. Here a buffer
-comes when it is received into and goes with the microbatch's backward pass; that overrides private methods, tried on
-torch 2.13.
+`PipelineStage` keeps a buffer for what each microbatch of a step receives, from the first step on, and schedules of
+several stages per rank keep whatever was sent until the end of a step. Here a buffer comes when it is received into
+and goes with the microbatch's backward pass, and what was sent goes when it has arrived. That overrides private
+methods, tried on torch 2.13.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class Pipeline:
         # DistributedDataParallel divides gradients by as much
         self.scale = program.dp if is_replicated(program) else 1
         self.targets = torch.zeros(program.microbatches)  # none are needed: the last stage returns the loss
-        stages = [_Stage(number, program, self.fed[number], one) for number, one in self.engines.items()]
+        self.stages = [_Stage(number, program, self.fed[number], one) for number, one in self.engines.items()]
         self.schedule = SCHEDULES[program.schedule](
-            stages[0] if program.schedule in SINGLE else stages,
+            self.stages[0] if program.schedule in SINGLE else self.stages,
             program.microbatches,
             loss_fn=lambda loss, _: loss * self.scale,
             scale_grads=False,
@@ -113,6 +114,8 @@ class Pipeline:
             fed.microbatches, fed.at = inputs[number], at
         losses: list[Tensor] = []
         run(target=self.targets, losses=losses, return_outputs=False)
+        for stage in self.stages:
+            stage.finish_sending()
         return [loss.detach() / self.scale for loss in losses]
 
 
@@ -121,6 +124,8 @@ class _Stage(PipelineStage):
 
     def __init__(self, number: int, program: Program, fed: Fed, engine: Alone) -> None:
         self.fed, self.engine = fed, engine
+        self.posts_itself = program.schedule not in SINGLE
+        self.posted: list[dist.Work] = []
         self.received = program.stages[number - 1].gives if number else ()
         self.given = program.stages[number].gives
         super().__init__(
@@ -170,11 +175,40 @@ class _Stage(PipelineStage):
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             info.buffer = None
 
+    # torch hands gradients over between two stages of one rank also where there are none
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        if not self.has_backward:
+            return ()
+        gradients: tuple[Tensor | None, ...] = super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+        return gradients
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sent(super().get_fwd_send_ops(fwd_chunk_id))
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """What is left for the schedule to send: all, or nothing where it would wait for it only at the end."""
+        if not self.posts_itself or not ops:
+            return ops
+        self.posted = [work for work in self.posted if not work.is_completed()]
+        self.posted += dist.batch_isend_irecv(ops)
+        return []
+
+    def finish_sending(self) -> None:
+        """Wait for all that was sent."""
+        for work in self.posted:
+            work.wait()
+        self.posted = []
 
 
 def _examples(edges: Sequence[Edge]) -> tuple[Tensor, ...]:
