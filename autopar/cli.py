@@ -167,7 +167,7 @@ def generate(
 
         with _progress() as progress:
             loaded, made = compile_again(saved, progress=progress)
-        same = ("mesh", "zero", "schedule", "stages", "idle_devices")
+        same = ("mesh", "rank_order", "zero", "schedule", "stages", "idle_devices")
         if changed := [name for name in same if getattr(made.plan, name) != getattr(saved, name)]:
             raise PlanMismatch(f"{plan} cannot be made again: {', '.join(changed)} would differ; plan anew")
         _write(out, saved, loaded, made)

@@ -9,7 +9,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,8 @@ SHOWN_BLOCKS = 8
 SHOWN_ALTERNATIVES = 4
 SHOWN_WARNINGS = 4
 SHOWN_COLLECTIVES = 10
+LISTED = 16  # numbers in a row
+NAMED = 48  # columns for what an alternative is
 GRID = 8  # rows and columns of ranks before some are left out
 SAID_ABOVE = ("not calibrated", "devices are idle")  # by the line of the cluster
 
@@ -45,7 +47,7 @@ def render(plan: Plan, *, blocks: bool = False, colour: bool = False) -> str:
         [*_entry("model", _model(plan)), *_entry("cluster", _cluster(plan))],
         [*_entry("plan", _choice(plan)), *_entry("step", _step(plan))],
         _entry("memory", _memory(plan)),
-        _entry("blocks", _blocks(plan.stages, SHOWN_BLOCKS if not blocks else None)),
+        _entry("blocks", [*_blocks(plan.stages, SHOWN_BLOCKS if not blocks else None), *_spread(plan.stages)]),
         [_solver(plan), *_entry("next best", _alternatives(plan))],
         _entry("warnings", _warnings(plan.warnings, SHOWN_WARNINGS if not blocks else None)),
     ]
@@ -84,10 +86,12 @@ def _choice(plan: Plan) -> list[str]:
     zero = _zero(plan.zero) or "no ZeRO"
     batches = f"{_number(schedule.microbatches, 'microbatch', 'microbatches')} of {schedule.microbatch}"
     line = "   ".join(shown) + f"    {zero}    {batches}"
-    if plan.mesh.pp > 1:
-        virtual = f", {schedule.virtual_stages} virtual stages" if schedule.virtual_stages > 1 else ""
-        line += f"    {schedule.name}{virtual}"
-    return [line]
+    return [line + (f"    {_schedule(schedule)}" if plan.mesh.pp > 1 else "")]
+
+
+def _schedule(schedule: Schedule) -> str:
+    virtual = f", {schedule.virtual_stages} virtual stages" if schedule.virtual_stages > 1 else ""
+    return schedule.name + virtual
 
 
 def _zero(zero: Zero) -> str:
@@ -111,7 +115,7 @@ def _step(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """The fullest stage against its limit, and what fills it."""
+    """The fullest place on pp against its limit, and what fills it."""
     if not plan.memory:
         return []
     fullest = max(plan.memory, key=lambda one: (one.peak_bytes / one.limit_bytes, -one.stage))
@@ -121,7 +125,7 @@ def _memory(plan: Plan) -> list[str]:
         used = f"{_in(fullest.peak_bytes, small_divisor)} {small} of {_in(fullest.limit_bytes, divisor)} {unit}"
     else:
         used = f"{_in(fullest.peak_bytes, divisor)} of {_in(fullest.limit_bytes, divisor)} {unit}"
-    where = f"   stage {fullest.stage}, the fullest of {len(plan.memory)}" if len(plan.memory) > 1 else ""
+    where = f"   pp {fullest.stage}, the fullest of {len(plan.memory)}" if len(plan.memory) > 1 else ""
     return [f"{_bar(fullest)}  {used} per device{where}", *_wrapped(_parts(fullest, small_divisor), indent="")]
 
 
@@ -161,6 +165,28 @@ def _blocks(stages: Sequence[Stage], most: int | None) -> list[str]:
     return lines
 
 
+def _spread(stages: Sequence[Stage]) -> list[str]:
+    """How many layers each stage of a pipeline has, and recomputes where it is not all or none of them."""
+    counts = [sum(block.count for block in stage.blocks) for stage in stages]
+    again = [sum(block.recomputed for block in stage.blocks) for stage in stages]
+    if len(stages) == 1 or not any(counts):
+        return []
+    text = f"stages {_listed(counts)} layers"
+    if any(again) and again != counts:
+        text += f", of them {_listed(again)} recomputed"
+    return [_cut(text)]
+
+
+def _listed(counts: Sequence[int]) -> str:
+    """Numbers in a row; of many, equal neighbours together."""
+    if len(counts) <= LISTED:
+        return ", ".join(map(str, counts))
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    if len(runs) <= LISTED // 2:
+        return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
+    return f"{min(counts)} to {max(counts)}"
+
+
 def _solver(plan: Plan) -> str:
     solver = plan.solver
     if plan.status == "optimal":
@@ -177,12 +203,22 @@ def _solver(plan: Plan) -> str:
 def _alternatives(plan: Plan) -> list[str]:
     limit = max((one.limit_bytes for one in plan.memory), default=0)
     rows = []
-    for other in plan.alternatives[:SHOWN_ALTERNATIVES]:
+    others: dict[str, Alternative] = {}
+    for other in plan.alternatives:
+        others.setdefault(_difference(plan, other), other)  # pipelines that differ only in where they are cut: the best
+    for name, other in list(others.items())[:SHOWN_ALTERNATIVES]:
         fits = not limit or other.peak_bytes <= limit
         slower = f"{100 * (other.step_time_s / plan.step_time_s - 1):+.1f} %" if fits and plan.step_time_s else "-"
-        rows.append((_difference(plan, other), slower, other.why_not))
-    first, second = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
-    return [_cut(f"{name:{first}}   {slower:>{second}}   {why}") for name, slower, why in rows]
+        rows.append((name, slower, other.why_not))
+    first = max((len(name) for name, _, _ in rows if len(name) <= NAMED), default=NAMED)
+    second = max((len(slower) for _, slower, _ in rows), default=0)
+    lines = []
+    for name, slower, why in rows:
+        if len(name) > first:  # a line of its own
+            lines.append(_cut(name))
+            name = ""
+        lines.append(_cut(f"{name:{first}}   {slower:>{second}}   {why}"))
+    return lines
 
 
 def _difference(plan: Plan, other: Alternative) -> str:
@@ -192,19 +228,23 @@ def _difference(plan: Plan, other: Alternative) -> str:
         parts.append(f"ZeRO-{other.zero.stage}" if other.zero.stage else "no ZeRO")
         if other.zero.stage and other.zero.group != other.mesh.dp:
             parts[-1] += f" over {other.zero.group}"
-    parts += _schedule_difference(plan.schedule, other.schedule)
+    parts += _schedule_difference(plan, other)
     layers = sum(block.recomputed for stage in plan.stages for block in stage.blocks)
     if other.recompute not in (plan.fixed()["recompute"], f"{layers} layers"):
-        parts.append("no recompute" if other.recompute == "none" else f"{other.recompute} recomputed")
+        again = "1 layer" if other.recompute == "1 layers" else other.recompute
+        parts.append("no recompute" if again == "none" else f"{again} recomputed")
+    elif (other.mesh, other.zero, other.schedule) == (plan.mesh, plan.zero, plan.schedule):
+        parts.append("other stages")
     return "  ".join(parts)
 
 
-def _schedule_difference(chosen: Schedule, other: Schedule) -> list[str]:
-    parts = [other.name] if other.name != chosen.name else []
-    if other.microbatch != chosen.microbatch:
-        parts.append(f"microbatch {other.microbatch}")
-    if other.virtual_stages != chosen.virtual_stages:
-        parts.append(f"{other.virtual_stages} virtual")
+def _schedule_difference(plan: Plan, other: Alternative) -> list[str]:
+    parts = []
+    ways = [(one.name, one.virtual_stages) for one in (plan.schedule, other.schedule)]
+    if other.mesh.pp > 1 and (plan.mesh.pp == 1 or ways[0] != ways[1]):
+        parts.append(_schedule(other.schedule))
+    if other.schedule.microbatch != plan.schedule.microbatch:
+        parts.append(f"microbatch {other.schedule.microbatch}")
     return parts
 
 
@@ -238,28 +278,55 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """Which rank has which place: rows are the outer axes, columns tp, the innermost."""
-    mesh = plan.mesh
-    outer = [(axis, getattr(mesh, axis)) for axis in ("pp", "dp", "cp") if getattr(mesh, axis) > 1 or axis == "dp"]
-    places = list(product(*(range(size) for _, size in outer)))
-    names = ["  ".join(f"{axis} {i}" for (axis, _), i in zip(outer, place, strict=True)) for place in places]
-    rows, columns = _elided(len(places)), _elided(mesh.tp)
-    first = max(len(name) for name in names)
-    width = max(len(f"tp {mesh.tp - 1}"), len(str(mesh.devices - 1)))
-    head = "  ".join(f"{'...' if j is None else f'tp {j}':>{width}}" for j in columns)
-    lines = [f"{'':{first}}  {head}"]
-    for i in rows:
-        name = "..." if i is None else names[i]
-        cells = "  ".join(f"{'...' if i is None or j is None else i * mesh.tp + j:>{width}}" for j in columns)
-        lines.append(f"{name:{first}}  {cells}")
-    return lines
+    """Which rank has which place: rows are the outer axes, columns the innermost; of a pipeline also its stages."""
+    *outer, inner = ((axis, getattr(plan.mesh, axis)) for axis in plan.rank_order)
+    axes = [(axis, size) for axis, size in outer if size > 1 or axis == "dp"]
+    held = _stages_by_rank(plan)
+    width = max(len(f"{inner[0]} {inner[1] - 1}"), len(str(plan.mesh.devices - 1)))
+    columns = _elided(inner[1])
+    rows = [("", [f"{'...' if j is None else f'{inner[0]} {j}':>{width}}" for j in columns])]
+    for place in _places(axes):
+        named = [f"{f'{axis} {i}':{len(f'{axis} {size - 1}')}}" for (axis, size), i in zip(axes, place, strict=False)]
+        if place and place[-1] is None:
+            rows.append(("  ".join([*named[:-1], "..."]), [f"{'...':>{width}}" for _ in columns]))
+            continue
+        first = 0
+        for (axis, size), i in zip(axes, place, strict=True):
+            first = first * size + (i or 0)
+            if axis == "pp":
+                stages = held[i or 0]
+                named.append(f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}")
+        ranks = ["..." if j is None else str(first * inner[1] + j) for j in columns]
+        rows.append(("  ".join(named), [f"{rank:>{width}}" for rank in ranks]))
+    names = max(len(name) for name, _ in rows)
+    return ["  ".join([f"{name:{names}}", *cells]) for name, cells in rows]
 
 
-def _elided(count: int) -> list[int | None]:
+def _places(axes: Sequence[tuple[str, int]]) -> list[tuple[int | None, ...]]:
+    """Places on the axes, in the order of ranks; None, which stands for several, is the last of its place."""
+    if math.prod(size for _, size in axes) <= GRID or len(axes) == 1:
+        shown = [_elided(size) for _, size in axes]
+    else:  # all stages, and of the rest the ends
+        shown = [_elided(size) if axis == "pp" else _elided(size, 2) for axis, size in axes]
+    every = product(*shown)
+    return list(dict.fromkeys(place[: place.index(None) + 1] if None in place else place for place in every))
+
+
+def _stages_by_rank(plan: Plan) -> list[list[int]]:
+    """The stages of each pp rank, as torch lays them: 0 1 0 1, or for zbv 0 1 1 0."""
+    pp = plan.mesh.pp
+    found: list[list[int]] = [[] for _ in range(pp)]
+    for stage in range(pp * plan.schedule.virtual_stages):
+        turn, place = divmod(stage, pp)
+        found[pp - 1 - place if plan.schedule.name == "zbv" and turn % 2 else place].append(stage)
+    return found
+
+
+def _elided(count: int, most: int = GRID) -> list[int | None]:
     """All numbers below `count`, or the first ones, None, and the last."""
-    if count <= GRID:
+    if count <= most:
         return list(range(count))
-    return [*range(GRID - 2), None, count - 1]
+    return [*range(max(1, most - 2)), None, count - 1]
 
 
 def _wrapped(text: str, *, indent: str, most: int | None = None) -> list[str]:

@@ -95,7 +95,9 @@ def compile_again(
 def _pinned(plan: Plan) -> dict[str, int | str]:
     """Every choice of a plan, but for the number of layers recomputed where it is some: it follows from the others."""
     fix = plan.fixed()
-    if any(0 < block.recomputed < block.count for stage in plan.stages for block in stage.blocks):
+    blocks = [block for stage in plan.stages for block in stage.blocks if block.count]
+    some = any(block.recomputed for block in blocks) and any(block.recomputed < block.count for block in blocks)
+    if some and plan.request.fix.get("recompute") != "full":
         del fix["recompute"]
     return fix
 

@@ -177,20 +177,25 @@ def least_seconds(stages: Sequence[StageSeconds], rank_of: Sequence[int], microb
     """What no order of the work beats: a rank starts when the first microbatch has come to it through all stages
     before its own, does all its work, and its last gradients go back through them.
 
-    Of stages on one rank that is the whole of it. With one stage per rank in order of ranks, what comes after the last
-    forward (GPipe) or between two (1F1B) can only add to it.
+    Where the backward is split, the gradients of its weights may wait until these have gone. With one stage per rank,
+    what comes after the last forward (GPipe) or between two (1F1B) can only add to it.
     """
     ranks = max(rank_of) + 1
-    busy, before = [0.0] * ranks, [0.0] * ranks
+    busy, urgent, there, back = ([0.0] * ranks for _ in range(4))
     seen: set[int] = set()
-    passed = 0.0
+    forward = backward = 0.0
     for stage, rank in zip(stages, rank_of, strict=True):
         if rank not in seen:
             seen.add(rank)
-            before[rank] = passed
+            there[rank], back[rank] = forward, backward
+        urgent[rank] += stage.forward + (stage.input if split else stage.backward)
         busy[rank] += stage.forward + (stage.input + stage.weight if split else stage.backward)
-        passed += stage.forward + (stage.input if split else stage.backward)
-    return max(microbatches * own + wait for own, wait in zip(busy, before, strict=True))
+        forward += stage.forward
+        backward += stage.input if split else stage.backward
+    return max(
+        max(microbatches * busy[rank] + there[rank], microbatches * urgent[rank] + there[rank] + back[rank])
+        for rank in range(ranks)
+    )
 
 
 def in_flight(table: Table) -> tuple[int, ...]:

@@ -79,17 +79,19 @@ class Cutter:
     @cache  # noqa: B019
     def least_of_slowest(self, count: int) -> float:
         """Seconds of the slowest of so many stages at least, infinite where there cannot be as many."""
-        ends = self._filling(count, lambda stage, start, end: self.seconds[end] - self.seconds[start], False)
-        if ends is None:
-            return math.inf
-        return max(self.seconds[end] - self.seconds[start] for start, end in pairwise((0, *ends)))
+        ends, least = self._filling(count, lambda stage, start, end: self.seconds[end] - self.seconds[start], False)
+        return math.inf if ends is None else least
+
+    def tries_all(self, count: int) -> bool:
+        """Whether there are few ways of cutting into so many stages."""
+        return math.comb(len(self.positions), count - 1) <= EXHAUSTIVE
 
     def cuts(
         self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float
     ) -> Iterator[tuple[int, ...]]:
         """Ways of cutting into stages that may be best, as positions in the statements of the root."""
         count = pair.pp * virtual
-        if math.comb(len(self.positions), count - 1) <= EXHAUSTIVE:
+        if self.tries_all(count):
             yield from combinations(self.positions, count - 1)
             return
         found = dict.fromkeys(
@@ -217,9 +219,9 @@ class Cutter:
             return taken + sum(n * one for n, one in zip(again, self.settled.again, strict=True))
 
         count = pair.pp * virtual
-        starts = [self._filling(count, seconds, backwards)]
+        starts = [self._filling(count, seconds, backwards, max(received_s))[0]]
         if virtual > 1 or starts == [None]:  # what a rank of several stages can hold, no stage knows by itself
-            starts.append(self._filling(count, plainly, backwards))
+            starts.append(self._filling(count, plainly, backwards, max(received_s))[0])
         ranks, split = rank_of(schedule, pair.pp, virtual), SCHEDULES[schedule].split
         m = pair.microbatches(self.problem.global_batch)
 
@@ -245,8 +247,13 @@ class Cutter:
         taken, ends = min(((taken, ends) for ends, taken in every), default=(math.inf, None))
         return ends if taken < math.inf else None
 
-    def _filling(self, count: int, seconds: Callable[[int, int, int], float], backwards: bool) -> list[int] | None:
-        """Where stages end so that the slowest, by `seconds` from its start to its end, is as fast as it can be."""
+    def _filling(
+        self, count: int, seconds: Callable[[int, int, int], float], backwards: bool, beside_s: float = 0.0
+    ) -> tuple[list[int] | None, float]:
+        """Where stages end so that the slowest, by `seconds` from its start to its end, is as fast as it can be.
+
+        And what it takes at least. `beside_s`: what a stage takes at most besides its pieces and their recompute.
+        """
         pieces = len(self.positions) + 1
 
         def filled(most: float) -> list[int] | None:
@@ -277,7 +284,7 @@ class Cutter:
             return ends[::-1] if backwards else ends
 
         again = sum(n[-1] * one for n, one in zip(self.layers, self.settled.again, strict=True))
-        low, high = self.seconds[-1] / count, self.seconds[-1] + again
+        low, high = self.seconds[-1] / count, self.seconds[-1] + again + beside_s
         best = filled(high)
         for _ in range(HALVES if best else 0):
             middle = (low + high) / 2
@@ -285,7 +292,7 @@ class Cutter:
                 low = middle
             else:
                 best, high = found, middle
-        return best
+        return best, low
 
     def _state_bytes(self, pair: Pair, zero: int, group: int, microbatches: int) -> float:
         """What the engine holds of each parameter element (costmodels/memory.py)."""

@@ -140,7 +140,7 @@ def pairs(problem: Problem) -> list[Pair]:
     found = []
     for tp in [tp_fixed] if tp_fixed else degrees(devices, problem.cluster.devices_per_node):
         beside = problem.cluster.devices_per_node % tp == 0  # a pipeline's stages lie in nodes alike
-        for pp in [pp_fixed] if pp_fixed else pipelines(problem, devices // tp) if beside else [1]:
+        for pp in [pp_fixed] if pp_fixed else pipelines(problem, devices // tp if beside else 1):
             most = devices // (tp * pp)
             if not most:
                 continue
@@ -221,7 +221,10 @@ def check_fix(problem: Problem) -> None:
     if (tp or 1) * (dp or 1) * (pp or 1) > devices:
         asked = f"pp={pp}," if pp else ""
         needed = (tp or 1) * (dp or 1) * (pp or 1)
-        raise BadInput(f"--fix {asked}dp={dp or 1},tp={tp or 1} needs {needed} devices; there are {devices}")
+        raise BadInput(
+            f"--fix {asked}dp={dp or 1},tp={tp or 1} needs {needed} devices; there are {devices}: pp * dp * tp may be "
+            f"{devices} at most"
+        )
     if dp and batch % dp:
         near = [d for d in divisors(batch) if d <= devices // ((tp or 1) * (pp or 1))]
         raise BadInput(f"a global batch of {batch} rows cannot be split over dp={dp}; use one of {near}")
@@ -236,35 +239,86 @@ def check_fix(problem: Problem) -> None:
     m, mb = fixed_int(fix, "microbatches"), fixed_int(fix, "microbatch")
     for name, size in (("microbatch", mb), ("microbatches", m), ("microbatch * microbatches", (m or 1) * (mb or 1))):
         if size and (batch // (dp or 1)) % size:
-            raise BadInput(f"{name} = {size} does not divide the {batch // (dp or 1)} rows of a data-parallel rank")
+            rows = batch // (dp or 1)
+            raise BadInput(
+                f"{name} = {size} does not divide the {rows} rows of a data-parallel rank; use one of {divisors(rows)}"
+            )
     check_pipeline(problem)
 
 
 def check_pipeline(problem: Problem) -> None:
     """One clear sentence for a pipeline that cannot be."""
     fix = problem.fix
-    name, pp, virtual = str(fix.get("schedule", "")), fixed_int(fix, "pp"), fixed_int(fix, "virtual_stages") or 1
+    name, pp, virtual = str(fix.get("schedule", "")), fixed_int(fix, "pp"), fixed_int(fix, "virtual_stages")
     if name not in ("", "none", *SCHEDULES):
         raise BadInput(f"--fix schedule={name} is not known; use one of none, {', '.join(SCHEDULES)}")
-    if pp == 1 and (name not in ("", "none") or virtual > 1):
-        raise BadInput(f"--fix pp=1 has no stages: schedule={name or 'any'},virtual_stages={virtual} need pp > 1")
-    if name == "none" and (pp or 1) * virtual > 1:
-        raise BadInput(f"--fix schedule=none runs no stages, but pp={pp or 1},virtual_stages={virtual} ask for some")
-    if name in SCHEDULES and SCHEDULES[name].split and (fixed_int(fix, "zero") or 0) > 1:
+    asked = ",".join(f"{k}={fix[k]}" for k in ("schedule", "virtual_stages") if k in fix)
+    if name == "none" and (pp or 1) * (virtual or 1) > 1:
+        what = f"pp={pp}" if (pp or 1) > 1 else f"virtual_stages={virtual}"
+        raise BadInput(
+            f"--fix schedule=none is for pp=1 and does not go with {what}; use one of {', '.join(SCHEDULES)}"
+        )
+    if name not in SCHEDULES and (virtual or 1) == 1 and (pp or 1) == 1:
+        return
+    beside = (fixed_int(fix, "dp") or 1) * (fixed_int(fix, "tp") or 1)
+    if (pp or problem.cluster.devices // beside) == 1:
+        why = (
+            "pp=1 has no stages" if pp else f"{problem.cluster.devices} devices leave none for pp beside what is fixed"
+        )
+        instead = "fix pp=2 or more" if pp else "fix a smaller dp or tp"
+        raise BadInput(f"--fix {asked} is not possible: {why}; {instead}, or leave {asked.replace(',', ' and ')} out")
+    per_node, tp = problem.cluster.devices_per_node, fixed_int(fix, "tp")
+    if not pp and tp and per_node % tp:
+        raise BadInput(
+            f"--fix {asked},tp={tp}: beside pipelines only a tp that divides the {per_node} devices of a node is "
+            f"tried; use one of {divisors(per_node)}, or fix pp too"
+        )
+    if name in SCHEDULES:
+        check_schedule(problem, name, pp, virtual)
+    stages = (pp or 2) * (virtual or stages_per_rank(name))
+    most = len(problem.program.body)
+    if stages > most:
+        raise BadInput(too_many_stages(fix, stages, most))
+
+
+def too_many_stages(fix: Fix, stages: int, most: int) -> str:
+    asked = ",".join(f"{k}={fix[k]}" for k in ("pp", "schedule", "virtual_stages") if k in fix)
+    smaller = "pp * virtual_stages" if "virtual_stages" in fix or stages != fixed_int(fix, "pp") else "pp"
+    why = f"the model can be cut into {most} at most" if stages > most else "no way of cutting the model was found"
+    return f"--fix {asked} needs {stages} stages, but {why}: use a smaller {smaller}"
+
+
+def check_schedule(problem: Problem, name: str, pp: int | None, virtual: int | None) -> None:
+    """One clear sentence for a schedule that cannot run with what is fixed beside it."""
+    fix, schedule = problem.fix, SCHEDULES[name]
+    if schedule.split and (fixed_int(fix, "zero") or 0) > 1:
         raise BadInput(
             f"--fix zero={fix['zero']}: schedule {name} computes the gradients of weights at the end, so that they "
-            "stay whole until then; use zero=0 or 1"
+            "stay whole until then; use zero=0 or 1, or schedule=interleaved"
         )
-    if pp and pp > 1:
-        stages = pp * max(virtual, 2 if name in SCHEDULES and not SCHEDULES[name].single else 1)
-        most = len(problem.program.body)
-        if stages > most:
-            raise BadInput(f"--fix pp={pp} needs {stages} stages, but the model can be cut into {most} at most")
+    usual = stages_per_rank(name)
+    if virtual and ((virtual == 1) != schedule.single or (name == "zbv" and virtual != usual)):
+        least = "" if schedule.single or name == "zbv" else " or more"
+        other = "interleaved" if schedule.single or virtual > 1 else "1f1b"
+        raise BadInput(
+            f"--fix schedule={name},virtual_stages={virtual}: {name} runs {usual} "
+            f"stage{'s' if usual > 1 else ''} per rank{least}; use virtual_stages={usual}, or schedule={other}"
+        )
     count = fixed_int(fix, "microbatches")
-    if pp and pp > 1 and count and name in SCHEDULES:
-        usual = 1 if SCHEDULES[name].single else 2
-        if why := refusal(name, pp, fixed_int(fix, "virtual_stages") or usual, count):
-            raise BadInput(f"--fix pp={pp},schedule={name} is not possible: {why}")
+    if pp and count and (why := refusal(name, pp, virtual or usual, count)):
+        raise BadInput(f"--fix pp={pp},schedule={name},microbatches={count} is not possible: {why}{remedy(name)}")
+
+
+def stages_per_rank(name: str) -> int:
+    """How many stages a rank has at least under a schedule."""
+    return 2 if name in SCHEDULES and not SCHEDULES[name].single else 1
+
+
+def remedy(name: str) -> str:
+    """What else to do where a schedule cannot run so many microbatches."""
+    if SCHEDULES[name].rounds:
+        return ", in a global batch that has as many, or schedule=1f1b"
+    return "; use a smaller pp, or schedule=gpipe"
 
 
 def fixed_int(fix: Fix, key: str) -> int | None:
@@ -329,6 +383,7 @@ class Search:
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
         self.cutters: dict[int, Cutter] = {}
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
+        self.ruled_s = math.inf  # what the fastest pipeline takes at least of whose cuts not all were tried
         self.refused: list[str] = []  # why ways of cutting were not taken
 
     def push(self, seconds: float, item: object) -> None:
@@ -351,6 +406,7 @@ class Search:
             raise BadInput(self.why_no_pipeline())
         best, bound = self.optimum()
         others = self.nearly(best, self.runners_up(best))
+        bound = min(bound, self.ruled_s)
         proved = bound >= best.seconds.total
         by_rank = rank_bytes(self.problem, best.variant, self.rehearsed(best.variant))
         return Found(best, by_rank, others, self.enumerated, self.visited, self.solved, bound, proved)
@@ -394,7 +450,7 @@ class Search:
             every = pairs(self.problem)
         except BadInput:
             return False
-        least = {(p.tp, p.dp): p for p in sorted(every, key=lambda p: -p.microbatch)}
+        least = {(p.tp, p.dp): p for p in sorted(every, key=lambda p: -p.microbatch) if p.pp == 1}
         return any(self.is_thrifty_enough(pair) for pair in least.values())
 
     def is_thrifty_enough(self, pair: Pair) -> bool:
@@ -503,6 +559,8 @@ class Search:
         else:
             settled = replace(first.settled, pair=pair)
         self.visited += 1
+        if not self.cutter(settled).tries_all(pair.pp * item.virtual_stages):
+            self.ruled_s = min(self.ruled_s, bound)
         self.queue_cuts(item, settled, played=False)
 
     def queue_cuts(self, item: Uncut, settled: Settled, *, played: bool) -> None:
@@ -525,11 +583,9 @@ class Search:
                 settled.pair, item.schedule, item.virtual_stages, item.zero, item.group, ROOMY * self.limit, cuts
             )
             more = 0.0
-            if least is not None and not full:
-                again = step_seconds(self.problem, with_recompute(variant, least), play=False)
-                more = again.total - seconds.total
-            elif least is None and not full and len(cutter) > 2:
-                more = step_seconds(self.problem, full_recompute(variant), play=False).total - seconds.total
+            if not full and not cutter.tries_all(len(cuts) + 1):  # where all are tried, no estimate decides
+                again = full_recompute(variant) if least is None else with_recompute(variant, least)
+                more = step_seconds(self.problem, again, play=False).total - seconds.total
             if played:
                 seconds = step_seconds(self.problem, variant)
             room = item.room_bytes
@@ -561,15 +617,15 @@ class Search:
 
     def why_no_pipeline(self) -> str:
         """The sentence for pins that no schedule meets."""
-        fix = ", ".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
-        for pair in pairs(self.problem):
-            m = pair.microbatches(self.problem.global_batch)
-            for name in SCHEDULES:
-                if self.problem.fix.get("schedule", name) == name:
-                    virtual = fixed_int(self.problem.fix, "virtual_stages") or (1 if SCHEDULES[name].single else 2)
-                    if why := refusal(name, pair.pp, virtual, m):
-                        return f"--fix {fix} is not possible: {why}"
-        return f"--fix {fix} is not possible: no schedule of a pipeline meets it"
+        fix = ",".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
+        fixed = fixed_int(self.problem.fix, "virtual_stages") or 1
+        name = str(self.problem.fix.get("schedule", "interleaved" if fixed > 1 else "1f1b"))
+        virtual = max(fixed, stages_per_rank(name))
+        least = min(pairs(self.problem), key=lambda pair: (pair.pp, pair.microbatch))
+        m = least.microbatches(self.problem.global_batch)
+        why = refusal(name, least.pp, virtual, m) if name in SCHEDULES else ""
+        said = f"{why}{remedy(name)}" if why else "no schedule runs it; fix less"
+        return f"--fix {fix} is not possible: {said}"
 
     @cache  # noqa: B019
     def programme(self, pair: Pair) -> Programme:
@@ -706,7 +762,8 @@ class Search:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
         self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
-        if variant.staging is not None and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
+        ruled = variant.staging is not None and not self.cutter(variant.settled).tries_all(len(variant.stages))
+        if variant.staging is not None and ruled and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
             # the estimate by which it was cut is corrected by what the rehearsal found
             room = candidate.room_bytes - CORRECTION * (held.peak - self.limit)
             staging, pair = variant.staging, variant.settled.pair
@@ -842,6 +899,7 @@ class Search:
         recompute = ", full recompute" if any(variant.recompute) else ""
         zero = f", ZeRO-{variant.zero} over {variant.group}" if variant.zero else ""
         pair = variant.settled.pair
+        pp = f"pp {pair.pp} ({variant.schedule}), " if variant.staging else ""
         named = {
             "parameters": held.static.parameters,
             "gradients": held.static.gradients,
@@ -851,8 +909,8 @@ class Search:
         }
         parts = ", ".join(f"{k} {size(v)}" for k, v in named.items() if v)
         return (
-            f"{head}.\n  The closest (dp {pair.dp}, tp {pair.tp}{zero}{recompute}, microbatch {pair.microbatch}) needs "
-            f"{size(held.peak)} on every device: {parts}."
+            f"{head}.\n  The closest ({pp}dp {pair.dp}, tp {pair.tp}{zero}{recompute}, microbatch {pair.microbatch}) "
+            f"needs {size(held.peak)} on {'the fullest' if pp else 'every'} device: {parts}."
         )
 
     def price_smallest(self) -> None:
@@ -866,7 +924,9 @@ class Search:
             schedule, virtual = next(
                 (one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1)
             )
-            cuts = next(self.cutter(settled).cuts(pair, schedule, virtual, stage, size, math.inf))
+            cuts = next(self.cutter(settled).cuts(pair, schedule, virtual, stage, size, math.inf), None)
+            if cuts is None:
+                raise BadInput(too_many_stages(problem.fix, pair.pp * virtual, len(self.cutter(settled))))
             none = (tuple(0 for _ in settled.blocks),) * (len(cuts) + 1)
             variant = replace(variant, staging=Staging(schedule, virtual, cuts, none))
             if problem.fix.get("recompute") != "none":
@@ -885,6 +945,8 @@ def reason(best: Candidate, other: Candidate) -> str:
         "compute": "more compute per device",
         "tp_comm": "more tp communication",
         "dp_comm": "dp communication not hidden",
+        "pp_comm": "more pp communication",
+        "bubble": "a longer bubble",
         "recompute": "more recompute",
         "optimizer": "a longer optimizer step",
     }
@@ -927,7 +989,7 @@ def pipeline_refusal(problem: Problem, variant: Variant) -> str:
     """Why a pipeline would not train what the model trains, or could not run; "" where it does."""
     parts, name, pair = variant.stages, variant.schedule, variant.settled.pair
     if why := stages_refusal(parts):
-        return why
+        return f"{why}; use pp=1"
     if not SCHEDULES[name].split:
         return ""
     sharded = pair.dp > 1 or problem.precision == "bf16"
@@ -935,12 +997,13 @@ def pipeline_refusal(problem: Problem, variant: Variant) -> str:
         ranks = [variant.rank_of(n) for n in numbers]
         if len(set(ranks)) < len(ranks) and sharded:
             return (
-                f"schedule {name} has both stages that share {parameter} on one rank, where FSDP gives it to only one"
+                f"schedule {name} has both stages that share {parameter} on one rank, where FSDP gives it to only one; "
+                "use another schedule, or dp=1 in fp32"
             )
     for number, part in enumerate(parts):
         if twice := read_twice(part, variant.settled.lowered):
             return (
                 f"schedule {name} would count the gradient of {twice} twice: stage {number} reads it more than once, "
-                "and the backward of weights is split off"
+                "and the backward of weights is split off; use schedule=1f1b or interleaved"
             )
     return ""

@@ -26,7 +26,7 @@ from passes.placements import R, S, local_shape
 from passes.plan import Fix
 from passes.price import Axis, Seconds, local_bytes, op_seconds, reshard_seconds
 from passes.saved import saved
-from passes.schedules import SCHEDULES, rank_of, table
+from passes.schedules import SCHEDULES, rank_of, refusal, table
 from passes.sharding import Sharding
 from passes.stages import LocalStage, shared, stages
 
@@ -477,7 +477,9 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
 
     least = ROUNDS_PLAYED * ranks + microbatches % ranks
     rounds, left = divmod(microbatches - least, ranks)
-    if rounds <= 0 or left:
+    virtual = variant.staging.virtual_stages if variant.staging else 1
+    refused = any(refusal(variant.schedule, ranks, virtual, count) for count in (least, least - ranks))
+    if rounds <= 0 or left or refused:
         return played(microbatches)
     (bubble, exposed), (bubble_before, exposed_before) = played(least), played(least - ranks)
     return bubble + rounds * (bubble - bubble_before), exposed + rounds * (exposed - exposed_before)

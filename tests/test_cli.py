@@ -21,7 +21,7 @@ from autopar.cli import main, parse_fix
 from autopar.report import render
 from autopar.verify import Difference, Step, Verification, without_dropout
 from costmodels.errors import AutoparError, BadInput, CaptureError, NoPlanFits
-from passes.plan import FIX_KEYS, Mesh, ModelInfo, Plan
+from passes.plan import FIX_KEYS, BlockPlan, Mesh, ModelInfo, Plan, Stage
 from test_report import mlp_plan
 
 ROOT = Path(__file__).parent.parent
@@ -281,6 +281,18 @@ def test_generate_from_a_plan_pins_everything(run: Run, compiler: Compiler, save
     assert Path("out/plan.yaml").read_bytes() == saved.read_bytes()
 
 
+@pytest.mark.parametrize(("pinned", "kept"), [({}, False), ({"recompute": "full"}, True)])
+def test_recompute_that_differs_between_stages_is_not_pinned_unless_it_was(
+    pinned: dict[str, str], kept: bool, run: Run, compiler: Compiler, saved: Path
+) -> None:
+    stages = tuple(Stage((BlockPlan("Layer", 2, again, "whole"),), {}) for again in (2, 0))
+    request = replace(compiler.plan.request, fix=pinned)
+    compiler.plan = replace(compiler.plan, stages=stages, request=request)
+    saved.write_text(compiler.plan.to_yaml())
+    assert run("generate", "plan.yaml", "--out", "out")[0] == 0
+    assert ("recompute" in compiler.asked[0]["fix"]) == kept
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -288,6 +300,7 @@ def test_generate_from_a_plan_pins_everything(run: Run, compiler: Compiler, save
         ({"model": {"fingerprint": "other"}}, "model.py:mlp is not the model of the plan any more"),
         ({"cluster": {"devices": 8}}, "cluster cpu:4 is no longer the one of the plan"),
         ({"mesh": {"dp": 2}}, "cannot be made again: mesh would differ"),
+        ({"rank_order": ["dp", "pp", "tp"]}, "cannot be made again: rank_order would differ"),
         ({"request": {"target": ""}}, "the plan was made in Python"),
     ],
 )
@@ -395,3 +408,21 @@ def test_examples_are_python_that_names_no_private_part_of_autopar() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.startswith("_") for name in names if name != "__future__"), file
+
+
+@pytest.mark.parametrize(
+    ("fix", "said"),
+    [
+        ("pp=8", "--fix pp=8,dp=1,tp=1 needs 8 devices; there are 4: pp * dp * tp may be 4 at most"),
+        ("pp=2,schedule=zbv,virtual_stages=3", "use virtual_stages=2, or schedule=interleaved"),
+        ("pp=2,dp=2,tp=1,schedule=zbv", "both stages that share tokens.weight on one rank"),
+    ],
+)
+def test_pipeline_that_cannot_be_is_one_sentence_and_nothing_is_written(
+    fix: str, said: str, run: Run, target: str
+) -> None:
+    example = str(ROOT / "examples" / "nanogpt.py") + ":small"
+    words = ("plan", example, "--cluster", "cpu:4", "--fix", fix, "--out", "out", "--json", "plan.json")
+    code, out, err = run(*words)
+    assert (code, out) == (2, "") and err.startswith("autopar: ") and err.count("\n") == 1 and said in err
+    assert files() == ["model.py"]

@@ -26,6 +26,7 @@ from passes.plan import (
     Workload,
     Zero,
 )
+from passes.schedules import SCHEDULES, rank_of, refusal
 
 GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserved_overhead")
@@ -44,9 +45,10 @@ def sample_plan() -> Plan:
         cluster=ClusterInfo("8x8xh100", 64, 8, "h100-sxm-80"),
         workload=Workload(512, 8192, "bf16", "adamw"),
         mesh=Mesh(dp=16, tp=4),
+        rank_order=("pp", "dp", "tp"),
         idle_devices=0,
         zero=Zero(1, 16),
-        schedule=Schedule("1f1b", 1, 32),
+        schedule=Schedule("none", 1, 32),
         stages=(
             Stage(
                 blocks=(
@@ -65,13 +67,13 @@ def sample_plan() -> Plan:
         solver=SolverReport("SCIP", "optimal", 4.12, 4.12, 0.0, 11.3, 1204, 1167, 37),
         alternatives=(
             Alternative(
-                Mesh(dp=8, tp=8), Zero(1, 8), Schedule("1f1b", 1, 64), "full", 4.248, 52 * GIB, "more tp communication"
+                Mesh(dp=8, tp=8), Zero(1, 8), Schedule("none", 1, 64), "full", 4.248, 52 * GIB, "more tp communication"
             ),
             Alternative(
-                Mesh(dp=64), Zero(3, 64), Schedule("1f1b", 1, 8), "full", 4.318, 61 * GIB, "all-gathers not hidden"
+                Mesh(dp=64), Zero(3, 64), Schedule("none", 1, 8), "full", 4.318, 61 * GIB, "all-gathers not hidden"
             ),
             Alternative(
-                Mesh(dp=32, tp=2), Zero(1, 32), Schedule("1f1b", 1, 16), "none", 4.0, round(81.4 * GIB),
+                Mesh(dp=32, tp=2), Zero(1, 32), Schedule("none", 1, 16), "none", 4.0, round(81.4 * GIB),
                 "does not fit: 81.4 GiB",
             ),
         ),
@@ -96,7 +98,7 @@ def mlp_plan() -> Plan:
         mesh=Mesh(dp=3),
         idle_devices=1,
         zero=Zero(0, 1),
-        schedule=Schedule("1f1b", 4, 1),
+        schedule=Schedule("none", 4, 1),
         stages=(Stage((BlockPlan("MLP", 1, 0, "whole on every device"),), {}),),
         step_time_s=0.000734,
         tokens_per_s_per_device=5449.6,
@@ -112,12 +114,15 @@ def mlp_plan() -> Plan:
 
 
 def pipeline_plan() -> Plan:
-    """Four stages, and more of everything than a screen holds."""
+    """Eight stages on four ranks of pp, and more of everything than a screen holds."""
+    layers = (7, 8, 8, 8, 8, 8, 8, 6)
     stages = tuple(
-        Stage(tuple(BlockPlan(f"kind_{i}_{j}", 6, 3, "heads and ffn over tp, " * 6) for j in range(4)), {})
-        for i in range(4)
+        Stage(tuple(BlockPlan(f"kind_{i % 4}_{j}", n // 2, j, "heads and ffn over tp, " * 6) for j in range(4)), {})
+        for i, n in enumerate(layers)
     )
     plan = sample_plan()
+    without, *others = plan.alternatives
+    pipelines = [Schedule("interleaved", 1, 128, 2), Schedule("interleaved", 2, 64, 4), Schedule("1f1b", 1, 128)]
     return replace(
         plan,
         mesh=Mesh(pp=4, dp=4, tp=4),
@@ -125,7 +130,11 @@ def pipeline_plan() -> Plan:
         schedule=Schedule("interleaved", 1, 128, 2),
         stages=stages,
         memory=tuple(memory(i, 1, 2, 3, 40 - i, 0, 0, 1, limit_gib=72) for i in range(4)),
-        alternatives=plan.alternatives * 5,
+        alternatives=(
+            without,
+            *(replace(without, mesh=Mesh(pp=4, dp=4, tp=4), zero=Zero(0, 1), schedule=one) for one in pipelines),
+            *others * 5,
+        ),
         warnings=tuple(f"warning {i}: " + "something to know about this plan, " * 8 for i in range(9)),
         collectives=plan.collectives * 7,
     )
@@ -133,6 +142,86 @@ def pipeline_plan() -> Plan:
 
 def test_report_of_a_large_model(golden: Callable[[str, str], None]) -> None:
     golden("report_llama.txt", render(sample_plan()))
+
+
+def ranks_of(plan: Plan, **changes: object) -> list[str]:
+    """The grid of ranks."""
+    text = render(replace(plan, **changes), blocks=True)  # type: ignore[arg-type]
+    return [line[11:] for line in text.partition("\nranks ")[2].splitlines()]
+
+
+def test_ranks_of_a_pipeline_say_which_stages_they_hold() -> None:
+    zbv = Schedule("zbv", 1, 4, 2)
+    assert ranks_of(sample_plan(), mesh=Mesh(pp=3, dp=1, tp=2), schedule=zbv)[1:] == [
+        "pp 0  dp 0  stages 0, 5     0     1",
+        "pp 1  dp 0  stages 1, 4     2     3",
+        "pp 2  dp 0  stages 2, 3     4     5",
+    ]
+
+
+def test_ranks_run_along_the_last_axis_of_the_plan() -> None:
+    inside = ranks_of(
+        sample_plan(), mesh=Mesh(pp=2, dp=2, tp=2), rank_order=("dp", "pp", "tp"), schedule=Schedule("1f1b", 1, 4)
+    )
+    assert inside[1:] == [
+        "dp 0  pp 0  stage 0     0     1",
+        "dp 0  pp 1  stage 1     2     3",
+        "dp 1  pp 0  stage 0     4     5",
+        "dp 1  pp 1  stage 1     6     7",
+    ]
+
+
+def test_of_many_ranks_every_stage_is_shown_and_the_ends_of_dp() -> None:
+    many = {"mesh": Mesh(pp=2, dp=16), "schedule": Schedule("1f1b", 1, 4)}
+    assert ranks_of(sample_plan(), **many)[1:] == [
+        "pp 0  dp 0   stage 0     0",
+        "pp 0  ...              ...",
+        "pp 0  dp 15  stage 0    15",
+        "pp 1  dp 0   stage 1    16",
+        "pp 1  ...              ...",
+        "pp 1  dp 15  stage 1    31",
+    ]
+    assert ranks_of(sample_plan(), **many, rank_order=("dp", "pp", "tp"))[1:] == [
+        "dp 0   pp 0  stage 0     0",
+        "dp 0   pp 1  stage 1     1",
+        "...                    ...",
+        "dp 15  pp 0  stage 0    30",
+        "dp 15  pp 1  stage 1    31",
+    ]
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_of_ranks_are_those_of_torch(name: str, virtual: int) -> None:
+    if refusal(name, 3, virtual, 12):
+        return
+    places = [list(map(int, line.split()[5:-1])) for line in stages_of(name, virtual)]
+    assert places == [[k for k, rank in enumerate(rank_of(name, 3, virtual)) if rank == place] for place in range(3)]
+
+
+def stages_of(name: str, virtual: int) -> list[str]:
+    grid = ranks_of(sample_plan(), mesh=Mesh(pp=3), schedule=Schedule(name, 1, 12, virtual))
+    return [line.replace(",", "") for line in grid[1:]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ((8, 8, 8, 8), "stages 8, 8, 8, 8 layers"),
+        ((1, *[2] * 30, 1), "stages 1, 30 x 2, 1 layers"),
+        (tuple(1 + k % 3 for k in range(64)), "stages 1 to 3 layers"),
+    ],
+)
+def test_layers_of_stages_are_one_line(layers: tuple[int, ...], said: str) -> None:
+    stages = tuple(
+        Stage((BlockPlan("Layer", n, 0, "whole"), BlockPlan("outside blocks", 0, 0, "")), {}) for n in layers
+    )
+    assert f"           {said}\n" in render(replace(sample_plan(), mesh=Mesh(pp=len(layers)), stages=stages))
+
+
+def test_stages_without_layers_are_not_counted() -> None:
+    stages = (Stage((BlockPlan("outside blocks", 0, 0, "whole"),), {}),) * 2
+    assert "layers" not in render(replace(sample_plan(), stages=stages)).partition("blocks")[2].partition("proved")[0]
 
 
 def test_report_with_blocks_shows_collectives_and_ranks(golden: Callable[[str, str], None]) -> None:

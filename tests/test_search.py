@@ -17,7 +17,7 @@ from costmodels.errors import BadInput, NoPlanFits
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
 from passes.price import Axis
-from passes.search import Search, Unsettled, check_fix, degrees, divisors, groups, pairs
+from passes.search import Search, Unsettled, check_fix, degrees, divisors, groups, pairs, pipeline_refusal
 from passes.sharding import shard
 from passes.state import State, Task, run
 from passes.step import Pair, Problem, Variant, settle, step_seconds
@@ -100,17 +100,18 @@ def test_divisors():
 
 
 def test_every_microbatch_of_every_degree():
-    found = pairs(asked("2xh100", rows=4))
+    found = pairs(asked("2xh100", rows=4, pp=1))
     assert found == [Pair(1, 2, 1), Pair(1, 2, 2), Pair(2, 1, 1), Pair(2, 1, 2), Pair(2, 1, 4)]
 
 
 def test_data_parallelism_takes_the_most_devices_that_divide_the_batch():
-    assert {(p.tp, p.dp) for p in pairs(asked("8xh100"))} == {(1, 6), (2, 4), (4, 2), (8, 1)}
+    assert {(p.tp, p.dp) for p in pairs(asked("8xh100", pp=1))} == {(1, 6), (2, 4), (4, 2), (8, 1)}
 
 
 def test_pins_leave_what_they_name():
     assert pairs(asked(tp=2, dp=2, microbatch=3)) == [Pair(2, 2, 3)]
-    assert pairs(asked(tp="2", microbatches="6")) == [Pair(2, 2, 1)]
+    assert pairs(asked(tp="2", microbatches="6")) == [Pair(2, 2, 1), Pair(2, 1, 2, pp=2)]
+    assert pairs(asked(pp="2", dp="2", tp=1, microbatches="6")) == [Pair(1, 2, 1, pp=2)]
 
 
 def test_rows_that_are_coupled_are_neither_split_nor_cut_in_time():
@@ -141,8 +142,44 @@ def test_zero_shards_over_all_or_inside_a_node():
         ({"dp": 4, "zero_group": 3}, "--fix zero_group=3 does not divide dp=4"),
         ({"dp": 2, "microbatch": 4}, "microbatch = 4 does not divide the 6 rows of a data-parallel rank"),
         ({"dp": 2, "microbatches": 5}, "microbatches = 5 does not divide the 6 rows"),
-        ({"pp": 2}, "pp must be 1"),
-        ({"schedule": "zbv"}, "--fix schedule=zbv needs pipeline stages"),
+        (
+            {"pp": 2, "dp": 2, "tp": 2},
+            "--fix pp=2,dp=2,tp=2 needs 8 devices; there are 4: pp * dp * tp may be 4 at most",
+        ),
+        ({"pp": 2, "cp": 2}, "--fix cp=2: this version plans pp, dp and tp only; cp must be 1"),
+        ({"pp": 2, "ep": 2}, "--fix ep=2: this version plans pp, dp and tp only; ep must be 1"),
+        (
+            {"pp": 4, "schedule": "interleaved", "virtual_stages": 4},
+            "--fix pp=4,schedule=interleaved,virtual_stages=4 needs 16 stages, but the model can be cut into 8 at "
+            "most: use a smaller pp * virtual_stages",
+        ),
+        (
+            {"pp": 2, "dp": 1, "microbatches": 5},
+            "does not divide the 12 rows of a data-parallel rank; use one of [1, 2, 3",
+        ),
+        ({"schedule": "eager"}, "is not known; use one of none, gpipe, 1f1b, interleaved, zbv, interleaved_zb"),
+        (
+            {"pp": 4, "microbatches": 3, "schedule": "1f1b"},
+            "1f1b on 4 ranks needs 4 microbatches or more, not 3; use a smaller pp, or schedule=gpipe",
+        ),
+        (
+            {"schedule": "zbv", "virtual_stages": 3},
+            "zbv runs 2 stages per rank; use virtual_stages=2, or schedule=interleaved",
+        ),
+        (
+            {"pp": 2, "schedule": "1f1b", "virtual_stages": 2},
+            "1f1b runs 1 stage per rank; use virtual_stages=1, or schedule=interleaved",
+        ),
+        (
+            {"pp": 2, "schedule": "interleaved", "virtual_stages": 1},
+            "interleaved runs 2 stages per rank or more; use virtual_stages=2, or schedule=1f1b",
+        ),
+        ({"pp": 1, "schedule": "zbv"}, "pp=1 has no stages; fix pp=2 or more, or leave schedule=zbv out"),
+        ({"pp": 1, "virtual_stages": 2}, "pp=1 has no stages; fix pp=2 or more, or leave virtual_stages=2 out"),
+        ({"pp": 2, "schedule": "none"}, "--fix schedule=none is for pp=1 and does not go with pp=2; use one of gpipe"),
+        ({"dp": 4, "schedule": "1f1b"}, "4 devices leave none for pp beside what is fixed; fix a smaller dp or tp"),
+        ({"tp": 3, "schedule": "1f1b"}, "leave none for pp"),
+        ({"dp": 2, "zero": 2, "schedule": "zbv"}, "use zero=0 or 1, or schedule=interleaved"),
         ({"recompute": "selective"}, "recomputes whole layers; use none or full"),
     ],
 )
@@ -150,6 +187,56 @@ def test_a_pin_that_cannot_be_is_told(fix, sentence):
     with pytest.raises(BadInput) as error:
         check_fix(asked(**fix))
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rows", "fix", "sentence"),
+    [
+        (
+            "16xh100", 13, {"pp": 4, "dp": 1, "tp": 1, "schedule": "interleaved", "microbatches": 13},
+            "interleaved on 4 ranks cannot run 13 microbatches in 3 equal rounds; use 12 or 15, in a global batch that",
+        ),
+        ("4xh100", 3, {"pp": 4, "schedule": "1f1b"}, "1f1b on 4 ranks needs 4 microbatches or more, not 3"),
+        ("2x8xh100", 12, {"tp": 3, "schedule": "1f1b"}, "use one of [1, 2, 4, 8], or fix pp too"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_run_says_what_can(cluster, rows, fix, sentence):
+    with pytest.raises(BadInput) as error:
+        search(asked(cluster, rows=rows, **fix)).run()
+    assert sentence in str(error.value)
+
+
+def test_a_pinned_schedule_never_gives_a_plan_without_stages():
+    assert {pair.pp for pair in pairs(asked("2x8xh100", rows=16, schedule="1f1b"))} == {2}
+
+
+class Shifted(Net):
+    """Before its first statement that has a gradient, one that has none: no stage can end there."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids + 1)
+
+
+@pytest.mark.parametrize(("model", "pp", "most"), [(Net, 9, 8), (Shifted, 10, 9), (Shifted, 9, 8)])
+def test_more_stages_than_there_are_places_to_cut_is_told(model, pp, most):
+    task = Task(model(HIDDEN), BATCH, by_rows, Cluster.preset("16xh100"), ROWS, "fp32", "adamw", {})
+    made = replace(problem_of(run(PIPELINE[:4], State(task, lambda text: None, lambda: False))), fix={"pp": pp})
+    with pytest.raises(BadInput) as error:
+        search(made).run()
+    assert str(error.value) == (
+        f"--fix pp={pp} needs {pp} stages, but the model can be cut into {most} at most: use a smaller pp"
+    )
+
+
+def test_a_split_backward_with_both_holders_of_a_tied_weight_on_one_rank_is_refused():
+    made = asked(pp=2, dp=2, schedule="zbv")
+    variant = search(made).run().best.variant
+    assert variant.staging is not None and pipeline_refusal(made, variant) == ""
+    tied = replace(variant, staging=replace(variant.staging, cuts=(1, 2, 3)))
+    assert pipeline_refusal(made, tied) == (
+        "schedule zbv has both stages that share table.weight on one rank, where FSDP gives it to only one; use "
+        "another schedule, or dp=1 in fp32"
+    )
 
 
 def test_a_batch_that_cannot_be_split_names_what_can():
@@ -185,7 +272,7 @@ def everything(made: Problem) -> dict[tuple[int, int, int, int, int], tuple[floa
             assert sharding is not None
             settled = settle(made, pair, sharding)
             variant = Variant(settled, stage, size, tuple(0 for _ in settled.blocks))
-            held = step_bytes(made, variant, searching.rehearsal(settled))
+            held = step_bytes(made, variant, searching.rehearsed(variant))
             fits = held.peak <= made.cluster.memory_limit_bytes
             key = (pair.tp, pair.dp, pair.microbatch, stage, size)
             found[key] = (step_seconds(made, variant).total, fits)
@@ -194,7 +281,7 @@ def everything(made: Problem) -> dict[tuple[int, int, int, int, int], tuple[floa
 
 @pytest.mark.parametrize(("cluster", "hidden"), [("4xh100", HIDDEN), ("2x2xh100", HIDDEN), ("cpu:4", 192)])
 def test_the_optimum_is_the_best_of_everything(cluster, hidden):
-    made = asked(cluster, hidden=hidden)
+    made = asked(cluster, hidden=hidden, pp=1)
     answer = search(made).run()
     best = answer.best.variant
     pair = best.settled.pair
@@ -208,7 +295,7 @@ def test_the_optimum_is_the_best_of_everything(cluster, hidden):
 
 @pytest.mark.parametrize("cluster", ["4xh100", "2x2xh100"])
 def test_no_pair_beats_its_bound_nor_what_larger_microbatches_say_of_it(cluster):
-    made = asked(cluster)
+    made = asked(cluster, pp=1)
     searching = search(made)
     fastest: dict[Pair, float] = {}
     for (tp, dp, microbatch, _, _), (seconds, _) in everything(made).items():
@@ -277,7 +364,7 @@ def test_less_memory_costs_time_and_is_kept():
 
 
 def test_layers_are_recomputed_where_activations_do_not_fit():
-    made = asked(tp=1, dp=1, zero=0, microbatches=1, rows=240)
+    made = asked(pp=1, tp=1, dp=1, zero=0, microbatches=1, rows=240)
     free = search(made).run().best
     assert free.bytes is not None and sum(free.variant.recompute) == 0
     limit = free.bytes.peak - free.bytes.activations // 4
