@@ -49,7 +49,7 @@ def test_no_recompute_that_fits_is_faster_than_the_bound():
                 Variant(settled, zero, group, layers)
                 for layers in product(*(range(count + 1) for count in settled.recomputable))
             ]
-            peaks = [step_bytes(made, v, tried.rehearsal(settled)).peak for v in variants]
+            peaks = [step_bytes(made, v, tried.rehearsed(v)).peak for v in variants]
             for limit in peaks:
                 bounds = Bounds(made)
                 bounds.limit_bytes = limit

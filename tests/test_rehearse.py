@@ -48,7 +48,8 @@ class Layers(nn.Module):
 def rehearsal() -> Rehearsal:
     case = Case(Layers(), {"x": torch.randn(ROWS, WIDTH)})
     state = planned(case, {"dp": 1, "tp": 1, "microbatches": 1}, 1)
-    return rehearse(made(state.program, "the program"), made(state.lowered, "the local program"), torch.float32)
+    (found,) = rehearse(made(state.program, "the program"), made(state.lowered, "the local program"), torch.float32)
+    return found
 
 
 def test_a_layer_saves_what_its_backward_reads(rehearsal: Rehearsal) -> None:
