@@ -42,7 +42,7 @@ def test_no_recompute_that_fits_is_faster_than_the_bound():
     made = problem("gpt2", "4xh100")
     tried = search(made)
     binding = 0
-    for pair in pairs(made):
+    for pair in (pair for pair in pairs(made) if pair.pp == 1):
         for zero, group in groups(made, pair):
             settled = tried.settled(pair, tried.terms(pair, zero, group))
             variants = [
