@@ -226,6 +226,28 @@ class Variant:
         return tuple(tuple(one) for one in found)
 
 
+def layers_of(variant: Variant, stage: int) -> list[int]:
+    """Layers of each block that a stage may recompute."""
+    found = [0] * len(variant.settled.blocks)
+    for call in variant.stages[stage].calls:
+        found[call.block] += variant.settled.recomputable[call.block] > 0
+    return found
+
+
+def with_recompute(variant: Variant, layers: list[list[int]]) -> Variant:
+    """The pipeline with so many layers recomputed, per stage and block."""
+    assert variant.staging is not None, "it has stages"
+    again = tuple(tuple(one) for one in layers)
+    staging = replace(variant.staging, recompute=again)
+    return replace(variant, recompute=tuple(map(sum, zip(*again, strict=True))), staging=staging)
+
+
+def full_recompute(variant: Variant) -> Variant:
+    if variant.staging is None:
+        return replace(variant, recompute=variant.settled.recomputable)
+    return with_recompute(variant, [layers_of(variant, k) for k in range(len(variant.stages))])
+
+
 @dataclass(frozen=True)
 class StageLoad:
     """One stage on a rank: seconds of a microbatch, its parameters, what it hands on and what it sums."""

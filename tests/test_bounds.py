@@ -10,9 +10,10 @@ import pytest
 from costmodels.cluster import Cluster
 from models import CASES, prepared
 from passes.bounds import Bounds, saved_bytes
+from passes.choices import groups, pairs
 from passes.memory import step_bytes
 from passes.pipeline import problem_of
-from passes.search import Search, groups, pairs
+from passes.search import Search
 from passes.step import Pair, Problem, Variant, step_seconds
 
 FAMILIES = ("gpt2", "llama", "nanogpt", "bert", "vit", "t5")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from costmodels.cluster import Cluster
 from costmodels.errors import BadInput, NoPlanFits
+from passes.choices import check_fix, degrees, divisors, groups, pairs, pipeline_refusal
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
 from passes.price import Axis
-from passes.search import Search, Unsettled, check_fix, degrees, divisors, groups, pairs, pipeline_refusal
+from passes.search import Search, Unsettled
 from passes.sharding import shard
 from passes.state import State, Task, run
 from passes.step import Pair, Problem, Variant, settle, step_seconds

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from costmodels.cluster import Cluster
 from costmodels.errors import NoPlanFits
+from passes.choices import groups, pairs, pipeline_refusal, stagings
 from passes.cutting import EXHAUSTIVE, positions
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
-from passes.search import Found, Search, Uncut, groups, layers_of, pairs, pipeline_refusal, stagings, with_recompute
+from passes.search import Found, Search, Uncut
 from passes.state import State, Task, run
-from passes.step import Problem, Settled, Staging, Variant, step_seconds
+from passes.step import Problem, Settled, Staging, Variant, layers_of, step_seconds, with_recompute
 from test_search import Layer
 
 ROWS, SEQ, HIDDEN, WORDS = 4, 64, 32, 50
