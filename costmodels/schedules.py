@@ -198,16 +198,6 @@ def least_seconds(stages: Sequence[StageSeconds], rank_of: Sequence[int], microb
     )
 
 
-def in_flight(table: Table) -> tuple[int, ...]:
-    """Of every stage, the most microbatches that it holds at once."""
-    now, most = ([0] * len(table.rank_of) for _ in range(2))
-    for action in (action for actions in table.ranks for action in actions):
-        now[action.stage] += action.work is Work.FORWARD
-        most[action.stage] = max(most[action.stage], now[action.stage])
-        now[action.stage] -= action.work in (Work.BACKWARD, Work.WEIGHT)
-    return tuple(most)
-
-
 def held(table: Table, bytes_per_stage: Sequence[int], split_bytes: Sequence[int] | None = None) -> tuple[int, ...]:
     """Of every rank, the most bytes that the microbatches of all its stages hold at one moment.
 

@@ -27,7 +27,6 @@ from costmodels.schedules import (
     Work,
     check,
     held,
-    in_flight,
     simulate,
 )
 from gloo import Pool
@@ -63,6 +62,16 @@ def written(step: Step, rank: int) -> str:
 
 def test_the_cost_model_loads_no_torch() -> None:
     assert "torch" not in loaded_by("import costmodels.schedules")
+
+
+def in_flight(table: Table) -> tuple[int, ...]:
+    """Of every stage, the most microbatches that it holds at once."""
+    now, most = ([0] * len(table.rank_of) for _ in range(2))
+    for action in (action for actions in table.ranks for action in actions):
+        now[action.stage] += action.work is Work.FORWARD
+        most[action.stage] = max(most[action.stage], now[action.stage])
+        now[action.stage] -= action.work in (Work.BACKWARD, Work.WEIGHT)
+    return tuple(most)
 
 
 # ---------------------------------------------------------------------------------------------------------- orders
