@@ -63,6 +63,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.timeout(400)  # of the tiny encoder-decoder under tp, the programme may take its whole minute, twice
 @pytest.mark.parametrize("model, fix", MATRIX)
 def test_pipeline_trains_what_one_process_trains(gloo, model, fix):
     if why := REFUSED.get((model, fix)):

@@ -148,6 +148,7 @@ def test_other_families_train_what_one_process_trains(gloo, model, fix, thin):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # of the tiny encoder-decoder, the programme is hard: it may take its whole minute
 @pytest.mark.parametrize("fix", ("dp=2,zero=3", "tp=2", "tp=4", "tp=2,microbatches=3", "dp=2,tp=2,recompute=full"))
 @pytest.mark.parametrize("model", ("bert", "vit", "t5"))
 def test_other_families_under_other_plans(gloo, model, fix):
