@@ -357,7 +357,7 @@ def test_data_parallel_traffic_is_what_is_priced(gloo, fix):
 @pytest.mark.parametrize("name", ("mlp", pytest.param("llama", marks=pytest.mark.slow)))
 def test_no_plan_exceeds_the_limit(name):
     free = planned(CASES[name], "", 4)
-    needed = free.plan.memory[0].peak_bytes
+    needed = max(rank.peak_bytes for rank in free.plan.memory)
     fitted = 0
     for share in (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.02):
         limit = int(needed * share)
@@ -366,7 +366,7 @@ def test_no_plan_exceeds_the_limit(name):
         except NoPlanFits:
             continue
         fitted += 1
-        assert plan.memory[0].peak_bytes <= limit
+        assert all(rank.peak_bytes <= limit for rank in plan.memory)
         assert plan.step_time_s >= free.plan.step_time_s * (1 - 1e-9), "less memory made it faster"
     assert fitted >= 3
     with pytest.raises(NoPlanFits):
