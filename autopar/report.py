@@ -274,6 +274,8 @@ def _collectives(plan: Plan) -> list[str]:
     if len(used) > SHOWN_COLLECTIVES:
         rest = used[SHOWN_COLLECTIVES:]
         lines.append(f"and {len(rest)} more, {_seconds(sum(one.seconds for one in rest))} together")
+    if lines and plan.mesh.pp > 1:
+        lines.append(f"of the {len(plan.stages)} stages together, which work at the same time")
     return lines
 
 
