@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -63,6 +65,12 @@ FixOption = Annotated[str | None, typer.Option("--fix", metavar="K=V,...", help=
 MemoryLimit = Annotated[
     float | None, typer.Option("--memory-limit", metavar="GiB", help="what a plan may fill of each device")
 ]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit", metavar="SECONDS", help="then the best plan so far, with its gap; Ctrl-C does the same"
+    ),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="also write the plan as JSON; - is stdout, and only that")
 ]
@@ -91,6 +99,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     fix: FixOption = None,
     memory_limit: MemoryLimit = None,
+    time_limit: TimeLimit = None,
     json: JsonOption = None,
     out: OutOption = None,
 ) -> int:
@@ -99,7 +108,8 @@ def plan(
 
     if out is not None:
         check_output_folder(out)
-    loaded, made = _compiled(target, cluster, global_batch, seq_len, precision, optimizer, fix, memory_limit)
+    asked = (target, cluster, global_batch, seq_len, precision, optimizer, fix, memory_limit)
+    loaded, made = _compiled(*asked, time_limit)
     if out is not None:
         _write(out, made.plan, loaded, made)
     if str(json) == "-":
@@ -240,17 +250,20 @@ def _compiled(
     optimizer: str,
     fix: str | None,
     memory_limit: float | None,
+    time_limit: float | None = None,
 ) -> tuple[Target, Compiled]:
     """Load a target and plan it. All that is wrong with the options is said before anything slow begins."""
     if cluster is None:
         raise BadInput("no --cluster given: a cluster file, or a preset such as 8xh100, 2x8xh100 or cpu:4")
     if memory_limit is not None and not 0 < memory_limit < float("inf"):
         raise BadInput(f"--memory-limit {memory_limit:g}: expected a positive number of GiB")
+    if time_limit is not None and not 0 < time_limit < float("inf"):
+        raise BadInput(f"--time-limit {time_limit:g}: expected a positive number of seconds")
     pinned = parse_fix(fix)
     from costmodels.cluster import Cluster
 
     machines = Cluster.load(cluster)
-    with _progress() as progress:
+    with _progress() as progress, _stoppable() as stop:
         progress("loading the model")
         from autopar.target import load_target
         from passes.pipeline import compile_model
@@ -272,10 +285,34 @@ def _compiled(
                 target=target,
                 seq_len=seq_len,
                 memory_limit_gib=memory_limit,
+                time_limit_s=time_limit,
+                stop=stop,
                 progress=progress,
             )
     # The compiler knows a cluster by its name; what makes it again is the word that was given here.
     return loaded, replace(made, plan=replace(made.plan, request=replace(made.plan.request, cluster=cluster)))
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: once ends the search with the best plan so far, once more ends everything."""
+    pressed = False
+
+    def press(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        print("stopping with the best plan so far; once more to give up", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _write(out: Path, plan: Plan, target: Target, made: Compiled) -> None:

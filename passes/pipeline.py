@@ -221,12 +221,14 @@ def compile_model(
     seq_len: int | None = None,
     memory_limit_gib: float | None = None,
     time_limit_s: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Compiled:
     """Plan and write the training of `model` on `cluster`.
 
-    Raises BadInput for options that cannot be, CaptureError where the model cannot be traced, NoPlanFits where no
-    plan meets the memory limit.
+    After `time_limit_s`, or once `stop` says so, it is the best plan of those priced so far, with its gap. Raises
+    BadInput for options that cannot be, CaptureError where the model cannot be traced, NoPlanFits where no plan meets
+    the memory limit.
     """
     if precision not in COMPUTE_DTYPES:
         raise BadInput(f"precision {precision!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
@@ -244,8 +246,11 @@ def compile_model(
         model, batch, loss_fn, cluster, global_batch or rows, precision, optimizer, dict(fix or {}), target, seq_len,
         memory_limit_gib,
     )  # fmt: skip
-    deadline = (lambda: time.monotonic() - started > time_limit_s) if time_limit_s else (lambda: False)
-    state = run(PIPELINE, State(task, progress, deadline))
+
+    def is_over() -> bool:
+        return stop() or (time_limit_s is not None and time.monotonic() - started > time_limit_s)
+
+    state = run(PIPELINE, State(task, progress, is_over))
     plan = made(state.plan, "the plan")
     plan = replace(plan, solver=replace(plan.solver, seconds=round(time.monotonic() - started, 3)))
     captured = made(state.captured, "the capture")

@@ -191,21 +191,24 @@ class Search:
     def optimum(self) -> tuple[Candidate, float]:
         """The first candidate known to fit that comes up, and the time that no plan can beat.
 
-        Past the deadline it is the best one known to fit, if there is one.
+        Past the deadline only what is priced already is looked at, as long as there is some.
         """
+        left_s = math.inf  # what is no longer looked at takes at least
         while self.queue:
             bound, _, item = heapq.heappop(self.queue)
             if isinstance(item, Candidate) and item.bytes is not None:
-                return item, bound
-            if self.deadline():
-                fitting = [i for _, _, i in self.queue if isinstance(i, Candidate) and i.bytes is not None]
-                if fitting:
-                    return min(fitting, key=lambda c: c.seconds.total), bound
+                return item, min(bound, left_s)
+            if self.deadline() and not isinstance(item, Candidate) and self.has_priced():
+                left_s = min(left_s, bound)
+                continue
             self.expand(item, bound)
         if self.refused and not self.rejected:
             fix = ",".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
             raise BadInput(f"--fix {fix} is not possible: {self.refused[0]}")
         raise NoPlanFits(self.closest())
+
+    def has_priced(self) -> bool:
+        return any(isinstance(item, Candidate) for _, _, item in self.queue)
 
     def runners_up(self, best: Candidate) -> list[Candidate]:
         """Slower plans that fit, of what is solved by now; few are rehearsed to find them."""

@@ -100,6 +100,7 @@ def test_plan_passes_every_option_on(run: Run, compiler: Compiler, target: str) 
     code, _, _ = run("plan", target, "--cluster", "cpu:4", *options.split())
     asked = compiler.asked[0]
     assert code == 0 and asked.pop("cluster").name == "cpu:4" and callable(asked.pop("progress"))
+    assert not asked.pop("stop")() and asked.pop("time_limit_s") is None
     assert asked == {
         "global_batch": 24, "precision": "fp32", "optimizer": "sgd", "fix": {"dp": 2, "zero": 0, "recompute": "none"},
         "target": target, "seq_len": None, "memory_limit_gib": 1.5,
@@ -426,3 +427,21 @@ def test_pipeline_that_cannot_be_is_one_sentence_and_nothing_is_written(
     code, out, err = run(*words)
     assert (code, out) == (2, "") and err.startswith("autopar: ") and err.count("\n") == 1 and said in err
     assert files() == ["model.py"]
+
+
+def test_a_time_limit_gives_the_best_plan_so_far_with_its_gap(tmp_path: Path) -> None:
+    found = []
+    for more in ((), ("--time-limit", "0.001")):
+        file = tmp_path / f"plan{len(found)}.json"
+        assert main(["plan", "examples/nanogpt.py:small", "--cluster", "cpu:4", "--json", str(file), *more]) == 0
+        found.append(json.loads(file.read_text()))
+    free, limited = found
+    assert limited["status"] == "feasible" and limited["solver"]["gap"] > 0
+    assert limited["solver"]["solved"] < free["solver"]["solved"]
+    assert limited["step_time_s"] >= free["step_time_s"] * (1 - 1e-9)
+    assert limited["solver"]["bound_s"] <= free["step_time_s"] * (1 + 1e-9)
+
+
+def test_a_time_limit_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "examples/nanogpt.py:small", "--cluster", "cpu:4", "--time-limit", "0"]) == 2
+    assert "--time-limit 0: expected a positive number of seconds" in capsys.readouterr().err
