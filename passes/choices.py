@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from costmodels.errors import BadInput
 from passes.plan import FIX_KEYS, Fix
 from passes.schedules import SCHEDULES, refusal
-from passes.stages import read_twice, shared
+from passes.stages import read_twice, shared, unreached
 from passes.stages import refusal as stages_refusal
 from passes.step import Pair, Problem, Variant
 
@@ -249,16 +249,23 @@ def pipeline_refusal(problem: Problem, variant: Variant) -> str:
     parts, name, pair = variant.stages, variant.schedule, variant.settled.pair
     if why := stages_refusal(parts):
         return f"{why}; use pp=1"
-    if not SCHEDULES[name].split:
-        return ""
-    sharded = pair.dp > 1 or problem.precision == "bf16"
+    split = SCHEDULES[name].split
+    shards = variant.group if variant.zero else 1
+    sharded = problem.precision == "bf16" or (pair.dp > 1 and (shards > 1 or split))
     for parameter, numbers in shared(parts).items():
         ranks = [variant.rank_of(n) for n in numbers]
         if len(set(ranks)) < len(ranks) and sharded:
             return (
-                f"schedule {name} has both stages that share {parameter} on one rank, where FSDP gives it to only one; "
-                "use another schedule, or dp=1 in fp32"
+                f"schedule {name} has stages that share {parameter} on one rank, where FSDP gives it to only one; "
+                f"use {'another schedule, or dp=1 in fp32' if split else 'schedule=1f1b, or zero=0 in fp32'}"
             )
+    if not split:
+        return ""
+    if value := unreached(parts):
+        return (
+            f"schedule {name} would lose the gradients of what makes {value}: no value that its stage receives goes "
+            "into it, and the backward of weights is split off; use schedule=1f1b or interleaved"
+        )
     for number, part in enumerate(parts):
         if twice := read_twice(part, variant.settled.lowered):
             return (

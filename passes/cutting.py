@@ -24,7 +24,7 @@ from passes.lower import LocalCall, LocalRegion
 from passes.price import Seconds, local_bytes
 from passes.rehearse import Rehearsal
 from passes.schedules import SCHEDULES, least_in_flight, rank_of
-from passes.stages import reads_of, results_of
+from passes.stages import made_again, reads_of, results_of
 from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, pp_axis
 
 EXHAUSTIVE = 32  # ways of cutting that are all tried
@@ -51,7 +51,8 @@ class Cutter:
 
     def __init__(self, problem: Problem, settled: Settled, rehearsal: Rehearsal) -> None:
         self.problem, self.settled, self.rehearsal = problem, settled, rehearsal
-        self.positions = positions(settled.lowered.root)
+        self.again = made_again(settled.lowered)
+        self.positions = positions(settled.lowered.root, self.again)
         pieces = self._pieces()
         self.forward: list[float] = [0.0, *accumulate(p.forward for p in pieces)]
         self.backward: list[float] = [0.0, *accumulate(p.backward for p in pieces)]
@@ -311,7 +312,7 @@ class Cutter:
         held: set[str] = set()
         calls = 0
         lives = [stretch.live_bytes for stretch in self.rehearsal.root.forward]
-        crossing = crossings(root, axis.ranks)
+        crossing = crossings(root, axis.ranks, self.again)
         found = []
         for start, end in zip((0, *self.positions), (*self.positions, len(root.statements)), strict=True):
             elements, kept = 0, 0
@@ -356,13 +357,14 @@ def _improved(ends: list[int], step: Callable[[list[int]], float]) -> tuple[list
     return ends, best
 
 
-def positions(root: LocalRegion) -> tuple[int, ...]:
-    """Where the root may be cut: wherever something with a gradient is handed on.
+def positions(root: LocalRegion, again: frozenset[str]) -> tuple[int, ...]:
+    """Where the root may be cut: once an input is read, wherever something with a gradient is handed on.
 
     Of too many places, around layers and where least would cross.
     """
-    crossing = crossings(root, 1)
-    every = [p for p in range(1, len(root.statements)) if crossing[p]]
+    crossing = crossings(root, 1, again)
+    first = next((i for i, s in enumerate(root.statements) if set(root.inputs) & set(reads_of(s))), 0)
+    every = [p for p in range(first + 1, len(root.statements)) if crossing[p]]
     if len(every) <= MOST_POSITIONS:
         return tuple(every)
     around = {i + k for i, s in enumerate(root.statements) if isinstance(s, LocalCall) for k in (0, 1)}
@@ -371,8 +373,11 @@ def positions(root: LocalRegion) -> tuple[int, ...]:
     return tuple(sorted(around.intersection(every).union(rest[:most])))
 
 
-def crossings(root: LocalRegion, tp: int) -> dict[int, int]:
-    """A rank's bytes of gradient-carrying values that are made before each position and read at or after it."""
+def crossings(root: LocalRegion, tp: int, again: frozenset[str]) -> dict[int, int]:
+    """A rank's bytes of gradient-carrying values that are made before each position and read at or after it.
+
+    But for those that every stage makes `again` for itself.
+    """
     last: dict[str, int] = {name: len(root.statements) for name in root.outputs}
     for i, statement in enumerate(root.statements):
         for name in reads_of(statement):
@@ -383,7 +388,7 @@ def crossings(root: LocalRegion, tp: int) -> dict[int, int]:
             found[i] = sum(live.values())
         for name in results_of(statement):
             local = root.locals[name]
-            if local.value.grad and last.get(name, -1) > i:
+            if local.value.grad and name not in again and last.get(name, -1) > i:
                 live[name] = local_bytes(local.value, local.placement, tp)
         live = {name: size for name, size in live.items() if last[name] > i}
     return found

@@ -10,7 +10,7 @@ import builtins
 import keyword
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from textwrap import indent
 
@@ -427,15 +427,17 @@ def _declared(parameter: Parameter, placement: Placement, ranks: int, axis: str,
     return line
 
 
-def _declarations(region: LocalRegion, lowered: Lowered, emission: Emission, prefix: str = "") -> list[tuple[str, str]]:
-    """The parameters of a region by name, each with its line of __init__."""
+def _declarations(
+    parameters: Iterable[tuple[Parameter, Placement]], lowered: Lowered, emission: Emission, prefix: str = ""
+) -> list[tuple[str, str]]:
+    """Parameters by name, each with its line of __init__."""
     axis = lowered.sharding.axis
     return [
         (
             p.name,
             _declared(p, placement, axis.ranks, axis.name, not p.buffer and f"{prefix}{p.name}" in emission.frozen),
         )
-        for p, placement in region.parameters
+        for p, placement in dict.fromkeys(parameters)
         if p not in emission.unread
     ]
 
@@ -455,7 +457,7 @@ def _block_class(block: Block, region: LocalRegion, lowered: Lowered, emission: 
     body.write()
     returned = ", ".join(body.value(name).source for name in region.outputs)
     where = block.paths[0] if len(block.paths) == 1 else f"{block.paths[0]} to {block.paths[-1].rpartition('.')[2]}"
-    declared = _declarations(region, lowered, emission, f"{block.paths[0]}.")
+    declared = _declarations(region.parameters, lowered, emission, f"{block.paths[0]}.")
     init = ["super().__init__()", *(line for _, line in declared)]
     members = [
         _method("__init__", [], init),
@@ -477,7 +479,9 @@ def _stage_class(number: int, parts: tuple[LocalStage, ...], lowered: Lowered, e
     axis = lowered.sharding.axis
     numbers = _numbers(program.blocks, part)
     beside = tuple(f"{container}." if container else "" for container in numbers)
-    own = _declarations(part.region, lowered, emission)
+    counted = {name for op in emission.prologue for name in op.operands} if _counts(part, emission) else set()
+    beside_it = [one for one in lowered.root.parameters if one[0].value.name in counted]
+    own = _declarations((*part.region.parameters, *beside_it), lowered, emission)
     # what two layers share, or the loss never reads, may be found in a layer or beside it, so it comes after them
     outside = [line for name, line in own if not name.startswith(beside)]
     inside = [line for name, line in own if name.startswith(beside)]
@@ -493,7 +497,7 @@ def _stage_class(number: int, parts: tuple[LocalStage, ...], lowered: Lowered, e
                 init += [f'self.alias("{path}.{other}", "{path}.{parameter.name}")' for other in parameter.names[1:]]
     methods = [_method("__init__", [], init)]
     arguments = _arguments(part, emission)
-    if set(part.reads) & set(emission.normalizers):
+    if _counts(part, emission):
         methods.append(_normalizers(part, lowered, emission, len(parts) == 1))
     methods.append(_forward(number, part, lowered, emission, arguments))
     if number + 1 < len(parts):
@@ -554,9 +558,14 @@ def _arguments(part: LocalStage, emission: Emission) -> dict[str, str]:
     return given | {value: names.give(value) for value in part.reads}
 
 
+def _counts(part: LocalStage, emission: Emission) -> bool:
+    """Whether a stage divides by sums over all rows."""
+    return not set(part.reads).isdisjoint(emission.normalizers)
+
+
 def _counted(part: LocalStage, emission: Emission, whole: bool) -> tuple[str, ...]:
     """The inputs that the normalizers of a stage are made of; of the whole model, all."""
-    if not set(part.reads) & set(emission.normalizers):
+    if not _counts(part, emission):
         return ()
     read = {name for op in emission.prologue for name in op.operands}
     return tuple(spec.name for spec in emission.inputs if whole or spec.name in read)

@@ -46,7 +46,7 @@ def stages(lowered: Lowered, cuts: Sequence[int]) -> tuple[LocalStage, ...]:
     parts = [root.statements[a:b] for a, b in zip((0, *cuts), (*cuts, len(root.statements)), strict=True)]
     maker = {name: i for i, s in enumerate(root.statements) for name in results_of(s)}
     stage_of = {name: k for k, part in enumerate(parts) for s in part for name in results_of(s)}
-    again = _made_again(lowered)
+    again = made_again(lowered)
     mine: list[dict[int, Statement]] = []
     wanted: list[dict[str, None]] = []  # in order
     for k, part in enumerate(parts):
@@ -117,7 +117,24 @@ def refusal(parts: Sequence[LocalStage]) -> str:
     for name, stages_ in writers.items():
         if len(stages_ | readers[name]) > 1:
             return f"stages {', '.join(map(str, sorted(stages_ | readers[name])))} would each update a copy of {name}"
+    for name, numbers in shared(parts).items():
+        for k in numbers:
+            if not _trains(parts[k], name):
+                return f"stage {k} reads {name} without a gradient, while stages that train it run on other ranks"
     return ""
+
+
+def _trains(part: LocalStage, parameter: str) -> bool:
+    """Whether a gradient of a trained parameter comes from a stage that reads it."""
+    names = {p.value.name for p, _ in part.region.parameters if p.name == parameter and p.value.grad}
+    frozen = not names
+    for statement in part.region.statements:
+        if names.intersection(reads_of(statement)):
+            if isinstance(statement, Reshard):
+                names.add(statement.result)
+            elif any(part.region.locals[name].value.grad for name in results_of(statement)):
+                return True
+    return frozen
 
 
 def read_twice(part: LocalStage, lowered: Lowered) -> str:
@@ -138,7 +155,21 @@ def read_twice(part: LocalStage, lowered: Lowered) -> str:
     return ""
 
 
-def _made_again(lowered: Lowered) -> frozenset[str]:
+def unreached(parts: Sequence[LocalStage]) -> str:
+    """What a stage but the first gives with a gradient, though nothing it received goes into it; "" if nothing."""
+    for part in parts[1:]:
+        values = part.region.locals
+        reached = {name for name in part.received if values[name].value.grad}
+        for statement in part.region.statements:
+            if reached.intersection(reads_of(statement)):
+                reached.update(results_of(statement))
+        for name in part.region.outputs:
+            if values[name].value.grad and name not in reached:
+                return name
+    return ""
+
+
+def made_again(lowered: Lowered) -> frozenset[str]:
     """Values that any stage can make for itself: of inputs and buffers, and views and reshardings of parameters."""
     root = lowered.root
     written = {s.op.operands[0] for s in root.statements if isinstance(s, LocalOp) and mutates(s.op)}
@@ -155,13 +186,16 @@ def _made_again(lowered: Lowered) -> frozenset[str]:
         if free.issuperset(reads_of(statement)):
             free.update(names)
             found.update(names)
-        elif (free | weights).issuperset(reads_of(statement)) and _moves_only(statement):
+        elif (free | weights).issuperset(reads_of(statement)) and _moves_only(statement, root):
             weights.update(names)
             found.update(names)
     return frozenset(found)
 
 
-def _moves_only(statement: LocalOp | Reshard) -> bool:
+def _moves_only(statement: LocalOp | Reshard, root: LocalRegion) -> bool:
+    """Whether it only shows a weight in another way, and its gradient comes back: else that weight has none there."""
+    if any(root.locals[n].value.grad for n in reads_of(statement)) != root.locals[results_of(statement)[0]].value.grad:
+        return False
     if isinstance(statement, Reshard):
         return True
     return statement.rule is not None and statement.rule.cost is OperatorClass.VIEW

@@ -255,17 +255,6 @@ class MLP(nn.Module):
         return self.down(torch.tanh(self.mid(F.gelu(self.up(x)))))
 
 
-class Residual(nn.Module):
-    """A layer that is fed the batch itself where it is the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
 def sequential() -> nn.Module:
     """Layers that are the model's own children, the first of them frozen, and nothing before them."""
     model = nn.Sequential(*(Residual() for _ in range(4)), nn.Linear(24, 8))
@@ -331,6 +320,99 @@ class ResNet(nn.Module):
         return logits, F.cross_entropy(logits, labels)
 
 
+class Residual(nn.Module):
+    """A layer that is fed the batch itself where it is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """Four residual layers between two linear ones; what is made of their weights beside them is for others to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 8)
+        self.layers = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers[:2]:
+            x = layer(x)
+        x = self.middle(x)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.last(self.end(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        return x
+
+
+class TiedThrice(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.third = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.second.weight = self.third.weight = self.first.weight
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x + self.second(x)
+
+    def end(self, x: Tensor) -> Tensor:
+        return x + self.third(x)
+
+
+class LateBias(Chain):
+    """A bias made of weights alone in the middle, and added at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Parameter(torch.randn(1, 24)), nn.Linear(24, 24)
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.bias = torch.tanh(self.mix(self.table))
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class Detached(Chain):
+    """A weight that is read a second time without a gradient."""
+
+    def end(self, x: Tensor) -> Tensor:
+        return x @ self.first.weight.detach()
+
+
+class Turned(Chain):
+    """A view of a weight that is made before anything is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turned = self.first.weight.t()
+        return super().forward(x)
+
+    def end(self, x: Tensor) -> Tensor:
+        return x @ self.turned
+
+
+class Weighted(Chain):
+    """A mean over what counts, weighted by a buffer that only its denominator reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.rand(1, 8) + 0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        output, counts = super().forward(x), y > 0
+        return output, ((output - y) ** 2 * counts).sum() / (counts * self.share).sum()
+
+
 def denoising(step: int) -> tuple[Tensor, Tensor]:
     g = generator(step)
     return torch.randn(ROWS, 3, 8, 8, generator=g), torch.randn(ROWS, 3, 8, 8, generator=g)
@@ -353,6 +435,16 @@ CASES = {
         Case("dropout", lambda: NanoGPT(dropout=0.5), lambda step: positional(257, step)),
         Case("bert", bert, masked),
         Case("bert-unmasked", bert, lambda step: without(masked(step), "attention_mask")),
+        *(
+            Case(name, model, lambda step: tuple(regression(step).values()), squared_error)
+            for name, model in (
+                ("tied-thrice", TiedThrice),
+                ("late-bias", LateBias),
+                ("detached", Detached),
+                ("turned", Turned),
+            )
+        ),
+        Case("weighted", Weighted, lambda step: tuple(regression(step).values())),
         Case("unet", UNet, denoising, squared_error),
         Case("resnet", ResNet, lambda step: tuple(images(step).values())),
         Case("vit", vit, images),

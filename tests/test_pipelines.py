@@ -2,14 +2,19 @@
 
 import re
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
 
 from costmodels.errors import BadInput
 from models import CASES, OPTIMIZERS, buffers, differences, pins, planned, reference, trained
+from passes.choices import pipeline_refusal
+from passes.cutting import positions
 from passes.emit import emit
-from passes.pipeline import open_emission
+from passes.pipeline import open_emission, problem_of
+from passes.stages import made_again
+from passes.step import Staging, Variant
 from test_transparency import check, least_bytes
 
 MODELS = ("gpt2", "llama", "t5", "bert", "bert-unmasked", "unet", "resnet")
@@ -31,12 +36,40 @@ BESIDE = (  # combinations and models that the matrix leaves out
     ("llama", "pp=2,schedule=interleaved_zb,dp=2,zero=1"),
     ("nanogpt", "pp=3,schedule=1f1b,microbatches=3"),
     ("partly-trained", "pp=2,schedule=1f1b"),
+    ("tied-thrice", "pp=2,schedule=interleaved,dp=2,zero=0"),
+    ("tied-thrice", "pp=3,schedule=1f1b"),
+    ("late-bias", "pp=2,schedule=1f1b"),
+    ("turned", "pp=2,schedule=1f1b"),
+    ("weighted", "pp=2,schedule=1f1b,microbatches=3"),
     ("dropout", "pp=2,schedule=1f1b,microbatches=2"),
 )
 REFUSED = {
     ("t5", "pp=2,schedule=zbv"): "schedule zbv would count the gradient of .*relative_attention_bias.weight twice",
     ("t5", "pp=2,schedule=interleaved_zb"): "schedule interleaved_zb would count the gradient of",
 }
+
+
+@pytest.mark.parametrize(
+    "model, fix, why",
+    [
+        ("tied-thrice", "pp=2,schedule=interleaved,dp=2,zero=2", "schedule interleaved has stages that share"),
+        ("late-bias", "pp=2,schedule=zbv,microbatches=4", "schedule zbv would lose the gradients of what makes"),
+        ("detached", "pp=2,schedule=interleaved,dp=2,zero=0", "stage 3 reads first.weight without a gradient"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(model, fix, why):
+    state = planned(CASES[model], "dp=1,tp=1,pp=1,microbatches=4" if "zbv" in fix else "dp=2,tp=1,pp=1,zero=2")
+    problem, settled = problem_of(state), state.found.best.variant.settled
+    pair = replace(settled.pair, pp=2)
+    schedule = pins(fix)["schedule"]
+    none = (tuple(0 for _ in settled.blocks),) * 4
+    refusals = set()
+    for cuts in combinations(positions(settled.lowered.root, made_again(settled.lowered)), 3):
+        staging = Staging(schedule, 2, cuts, none)
+        zero = int(pins(fix).get("zero", 0))
+        variant = Variant(replace(settled, pair=pair), zero, pair.dp if zero else 1, none[0], staging)
+        refusals.add(pipeline_refusal(problem, variant))
+    assert any(one.startswith(why) for one in refusals), refusals
 
 
 def pinned(fix):
@@ -148,7 +181,7 @@ def evaluated(model, program, held, weights):
 
 def staged(case, cuts, fix, order=("pp", "dp", "tp")):
     """The state of a plan without pp, its program cut into stages under 1f1b."""
-    state = planned(case, f"microbatches=3,{fix}")
+    state = planned(case, f"pp=1,microbatches=3,{fix}")
     variant = state.found.best.variant
     pair, count = variant.settled.pair, len(cuts) + 1
     sizes = {"pp": count, "dp": pair.dp, "tp": pair.tp}
@@ -170,10 +203,8 @@ def staged(case, cuts, fix, order=("pp", "dp", "tp")):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ("gpt2", "t5", "unet", "resnet"))
 def test_any_cut_will_do(gloo, model):
-    from passes.cutting import positions
-
-    state = planned(CASES[model], "dp=1,tp=1,microbatches=3")
-    for cut in positions(state.lowered.root):
+    state = planned(CASES[model], "pp=1,dp=1,tp=1,microbatches=3")
+    for cut in positions(state.lowered.root, made_again(state.lowered)):
         check(gloo, staged(CASES[model], (cut,), "dp=1,tp=1"), "sgd", model, steps=2)
 
 

@@ -21,6 +21,7 @@ from passes.cutting import EXHAUSTIVE, positions
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
 from passes.search import Found, Search, Uncut
+from passes.stages import made_again
 from passes.state import State, Task, run
 from passes.step import Problem, Settled, Staging, Variant, layers_of, step_seconds, with_recompute
 from test_search import Layer
@@ -122,7 +123,7 @@ def variants(made: Problem, settled: Settled, zero: int, group: int) -> Iterator
         for layers in product(*(counts(made, most) for most in settled.recomputable)):
             yield Variant(settled, zero, group, layers)
         return
-    places = positions(settled.lowered.root)
+    places = positions(settled.lowered.root, made_again(settled.lowered))
     for schedule, virtual in stagings(made, pair, zero):
         for cuts in combinations(places, pair.pp * virtual - 1):
             staging = Staging(schedule, virtual, cuts, (none,) * (len(cuts) + 1))
@@ -187,11 +188,16 @@ def found(asked: Asked, limit_bytes: float) -> Found | None:
         return None
 
 
+def places_of(one: Any) -> tuple[int, ...]:
+    lowered = one.variant.settled.lowered
+    return positions(lowered.root, made_again(lowered))
+
+
 def ways(asked: Asked) -> int:
     """Of cutting, for the schedule that has most."""
     return max(
         (
-            math.comb(len(positions(one.variant.settled.lowered.root)), len(one.variant.staging.cuts))
+            math.comb(len(places_of(one)), len(one.variant.staging.cuts))
             for one in everything(asked)
             if one.variant.staging
         ),
