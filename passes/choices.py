@@ -266,7 +266,7 @@ def pipeline_refusal(problem: Problem, variant: Variant) -> str:
             f"schedule {name} would lose the gradients of what makes {value}: no value that its stage receives goes "
             "into it, and the backward of weights is split off; use schedule=1f1b or interleaved"
         )
-    for number, part in enumerate(parts):
+    for number, part in enumerate(parts[1:], 1):  # of the first, the whole backward is one
         if twice := read_twice(part, variant.settled.lowered):
             return (
                 f"schedule {name} would count the gradient of {twice} twice: stage {number} reads it more than once, "

@@ -416,7 +416,7 @@ def test_examples_are_python_that_names_no_private_part_of_autopar() -> None:
     [
         ("pp=8", "--fix pp=8,dp=1,tp=1 needs 8 devices; there are 4: pp * dp * tp may be 4 at most"),
         ("pp=2,schedule=zbv,virtual_stages=3", "use virtual_stages=2, or schedule=interleaved"),
-        ("pp=2,dp=2,tp=1,schedule=zbv", "both stages that share tokens.weight on one rank"),
+        ("pp=2,dp=2,tp=1,schedule=zbv", "stages that share tokens.weight on one rank"),
     ],
 )
 def test_pipeline_that_cannot_be_is_one_sentence_and_nothing_is_written(

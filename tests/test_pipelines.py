@@ -44,8 +44,8 @@ BESIDE = (  # combinations and models that the matrix leaves out
     ("dropout", "pp=2,schedule=1f1b,microbatches=2"),
 )
 REFUSED = {
-    ("t5", "pp=2,schedule=zbv"): "schedule zbv would count the gradient of .*relative_attention_bias.weight twice",
-    ("t5", "pp=2,schedule=interleaved_zb"): "schedule interleaved_zb would count the gradient of",
+    ("t5", "pp=2,schedule=zbv"): "schedule zbv would (lose the gradients of what makes|count the gradient of)",
+    ("t5", "pp=2,schedule=interleaved_zb"): "schedule interleaved_zb would (lose the gradients|count the gradient) of",
 }
 
 

@@ -235,7 +235,7 @@ def test_a_split_backward_with_both_holders_of_a_tied_weight_on_one_rank_is_refu
     assert variant.staging is not None and pipeline_refusal(made, variant) == ""
     tied = replace(variant, staging=replace(variant.staging, cuts=(1, 2, 3)))
     assert pipeline_refusal(made, tied) == (
-        "schedule zbv has both stages that share table.weight on one rank, where FSDP gives it to only one; use "
+        "schedule zbv has stages that share table.weight on one rank, where FSDP gives it to only one; use "
         "another schedule, or dp=1 in fp32"
     )
 
