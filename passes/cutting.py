@@ -29,7 +29,7 @@ from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, 
 
 EXHAUSTIVE = 32  # ways of cutting that are all tried
 HALVES = 16
-ROUNDS = 8
+ROUNDS = 4
 MOST_POSITIONS = 400  # where the root can be cut
 
 
@@ -221,7 +221,7 @@ class Cutter:
 
         count = pair.pp * virtual
         starts = [self._filling(count, seconds, backwards, max(received_s))[0]]
-        if virtual > 1 or starts == [None]:  # what a rank of several stages can hold, no stage knows by itself
+        if (virtual > 1 and not backwards) or starts == [None]:  # what a rank can hold, no stage of it knows
             starts.append(self._filling(count, plainly, backwards, max(received_s))[0])
         ranks, split = rank_of(schedule, pair.pp, virtual), SCHEDULES[schedule].split
         m = pair.microbatches(self.problem.global_batch)
