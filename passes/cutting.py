@@ -10,10 +10,9 @@ halves. What memory needs is estimated here; the search counts it on the program
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, combinations, pairwise, product
 
 from costmodels.collectives import Collective
@@ -25,7 +24,7 @@ from passes.price import Seconds, local_bytes
 from passes.rehearse import Rehearsal
 from passes.schedules import SCHEDULES, least_in_flight, rank_of
 from passes.stages import made_again, reads_of, results_of
-from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, pp_axis
+from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, Variant, pp_axis
 
 EXHAUSTIVE = 32  # ways of cutting that are all tried
 HALVES = 16
@@ -44,6 +43,55 @@ class Piece:
     kept_bytes: int  # by the root itself
     layers: tuple[int, ...]  # of each block
     crossing_bytes: int  # what a stage that begins here receives
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A pipeline whose stages are not chosen yet."""
+
+    pair: Pair
+    zero: int
+    group: int
+    schedule: str
+    virtual_stages: int  # per rank
+    room_bytes: float  # what a rank's stages may fill
+
+    @classmethod
+    def of(cls, variant: Variant, room_bytes: float) -> Uncut:
+        """A pipeline as it was before it was cut."""
+        staging = variant.staging
+        assert staging is not None, "only a pipeline is cut"
+        pair = variant.settled.pair
+        return cls(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, room_bytes)
+
+    @property
+    def count(self) -> int:
+        """How many stages."""
+        return self.pair.pp * self.virtual_stages
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which states are sharded."""
+        return self.group if self.zero else 1
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The pp rank of every stage."""
+        return rank_of(self.schedule, self.pair.pp, self.virtual_stages)
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every pp rank."""
+        return tuple(tuple(k for k, at in enumerate(self.ranks) if at == rank) for rank in range(self.pair.pp))
+
+    @property
+    def split(self) -> bool:
+        return SCHEDULES[self.schedule].split
+
+    def in_flight(self, global_batch: int) -> tuple[float, ...]:
+        """Microbatches that each rank holds when it holds most."""
+        m = self.pair.microbatches(global_batch)
+        return least_in_flight(self.schedule, self.pair.pp, self.virtual_stages, m)
 
 
 class Cutter:
@@ -87,163 +135,132 @@ class Cutter:
         """Whether there are few ways of cutting into so many stages."""
         return math.comb(len(self.positions), count - 1) <= EXHAUSTIVE
 
-    def cuts(
-        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float
-    ) -> Iterator[tuple[int, ...]]:
+    def cuts(self, uncut: Uncut) -> Iterator[tuple[int, ...]]:
         """Ways of cutting into stages that may be best, as positions in the statements of the root."""
-        count = pair.pp * virtual
-        if self.tries_all(count):
-            yield from combinations(self.positions, count - 1)
+        if self.tries_all(uncut.count):
+            yield from combinations(self.positions, uncut.count - 1)
             return
-        found = dict.fromkeys(
-            self.positions_of(ends)
-            for backwards in (False, True)
-            if (ends := self._least(pair, schedule, virtual, zero, group, limit_bytes, backwards)) is not None
-        )
-        yield from found
+        ends = (self._least(uncut, backwards) for backwards in (False, True))
+        yield from dict.fromkeys(tuple(self.positions[end - 1] for end in one[:-1]) for one in ends if one is not None)
 
-    def positions_of(self, ends: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.positions[end - 1] for end in ends[:-1])
-
-    def recomputed(
-        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, cuts: Sequence[int]
-    ) -> list[list[int]] | None:
+    def recomputed(self, uncut: Uncut, cuts: Sequence[int]) -> list[list[int]] | None:
         """Layers that each stage between these cuts must recompute, per block; None where some rank cannot fit."""
         ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
-        return self._recomputed(pair, schedule, virtual, zero, group, limit_bytes, list(pairwise((0, *ends))))
+        return self._recomputed(uncut, list(pairwise((0, *ends))))
 
-    def _recomputed(
-        self,
-        pair: Pair,
-        schedule: str,
-        virtual: int,
-        zero: int,
-        group: int,
-        limit_bytes: float,
-        spans: Sequence[tuple[int, int]],
-    ) -> list[list[int]] | None:
+    def _recomputed(self, uncut: Uncut, spans: Sequence[tuple[int, int]]) -> list[list[int]] | None:
         """The same of stages by where they start and end in pieces."""
-        m = pair.microbatches(self.problem.global_batch)
-        ranks = rank_of(schedule, pair.pp, virtual)
-        state_bytes = self._state_bytes(pair, zero, group, m)
-        layers = [[counts[end] - counts[start] for counts in self.layers] for start, end in spans]
-        kept = [
-            self.kept[end] - self.kept[start] + self.crossing[start] + sum(map(operator.mul, own, self.saved))
-            for own, (start, end) in zip(layers, spans, strict=True)
-        ]
-        found = [[0] * len(own) for own in layers]
-        for rank, flying in enumerate(least_in_flight(schedule, pair.pp, virtual, m)):
-            own = [k for k, at in enumerate(ranks) if at == rank]
+        state_bytes = self._state_bytes(uncut)
+        layers = [self._layers(*span) for span in spans]
+        kept = [self._kept(*span) for span in spans]
+        found = [[0] * len(self.layers) for _ in spans]
+        for own, flying in zip(uncut.by_rank, uncut.in_flight(self.problem.global_batch), strict=True):
             states = state_bytes * sum(self.elements[spans[k][1]] - self.elements[spans[k][0]] for k in own)
-            excess = states + self.transient + flying * sum(kept[k] for k in own) - limit_bytes
+            excess = states + self.transient + flying * sum(kept[k] for k in own) - uncut.room_bytes
             excess += self.ending if len(spans) - 1 in own else 0
             for b, k in product(self.order, own):
-                freed = flying * self.freed[b]
-                if excess > 0 and freed > 0 and self._may_recompute[b]:
-                    found[k][b] = min(layers[k][b], math.ceil(excess / freed))
-                    excess -= found[k][b] * freed
+                found[k][b] = self._enough(b, layers[k][b], flying, excess)
+                excess -= found[k][b] * flying * self.freed[b]
             if excess > 0:
                 return None
         return found
 
-    def least_again_s(
-        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, share: float
-    ) -> float:
+    @cache  # noqa: B019
+    def _layers(self, start: int, end: int) -> tuple[int, ...]:
+        """How many layers of each block lie between two pieces."""
+        return tuple(counts[end] - counts[start] for counts in self.layers)
+
+    @cache  # noqa: B019
+    def _kept(self, start: int, end: int) -> int:
+        """What a microbatch keeps in a stage of these pieces that recomputes nothing."""
+        inside = sum(n * saved for n, saved in zip(self._layers(start, end), self.saved, strict=True))
+        return self.kept[end] - self.kept[start] + self.crossing[start] + inside
+
+    def _enough(self, b: int, layers: int, flying: float, excess: float) -> int:
+        """How many of these layers of a block are to be recomputed for so many bytes, of so many microbatches."""
+        freed = flying * self.freed[b]
+        return min(layers, math.ceil(excess / freed)) if excess > 0 and freed > 0 and self._may_recompute[b] else 0
+
+    def least_again_s(self, uncut: Uncut, share: float) -> float:
         """Seconds of one microbatch, of all ranks, for what must be recomputed, infinite where they cannot hold all.
 
         However stages are cut, as long as none has more than `share` of what is kept.
         """
-        m = pair.microbatches(self.problem.global_batch)
-        flying = sorted(least_in_flight(schedule, pair.pp, virtual, m))
-        kept = self.kept[-1] + sum(n[-1] * saved for n, saved in zip(self.layers, self.saved, strict=True))
+        flying = sorted(uncut.in_flight(self.problem.global_batch))
         left, flown = 1.0, 0.0
         for one in flying:
             flown += one * min(left, share)
             left -= min(left, share)
-        excess = self._state_bytes(pair, zero, group, m) * self.elements[-1] + flown * kept - pair.pp * limit_bytes
+        held = self._state_bytes(uncut) * self.elements[-1] + flown * self._kept(0, len(self.positions) + 1)
+        excess = held - uncut.pair.pp * uncut.room_bytes
         seconds = 0.0
         for b in self.order:
             freed = flying[-1] * self.freed[b]
             if excess > 0 and freed > 0 and self._may_recompute[b]:
-                again = min(self.layers[b][-1], excess / freed)
+                again = min(self.layers[b][-1], excess / freed)  # in parts, if need be
                 excess -= again * freed
                 seconds += again * self.settled.again[b]
         return seconds if excess <= 0 else math.inf
 
-    def _needs(
-        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float
-    ) -> Callable[[int, int, int], list[int] | None]:
+    def _needs(self, uncut: Uncut) -> Callable[[int, int, int], list[int] | None]:
         """What a stage must recompute, from its number, start and end in pieces; None where it cannot fit."""
-        m = pair.microbatches(self.problem.global_batch)
-        in_flight = least_in_flight(schedule, pair.pp, virtual, m)
-        flying = [in_flight[rank] for rank in rank_of(schedule, pair.pp, virtual)]
-        room = (limit_bytes - self.transient) / virtual
-        state_bytes = self._state_bytes(pair, zero, group, m)
-        pieces = len(self.positions) + 1
+        in_flight = uncut.in_flight(self.problem.global_batch)
+        flying = [in_flight[rank] for rank in uncut.ranks]
+        room = (uncut.room_bytes - self.transient) / uncut.virtual_stages
+        state_bytes = self._state_bytes(uncut)
 
-        @cache
         def need(stage: int, start: int, end: int) -> list[int] | None:
             held = state_bytes * (self.elements[end] - self.elements[start])
-            held += self.ending if end == pieces else 0
-            kept = self.kept[end] - self.kept[start] + self.crossing[start]
-            layers = [counts[end] - counts[start] for counts in self.layers]
-            kept += sum(n * saved for n, saved in zip(layers, self.saved, strict=True))
-            excess = held + flying[stage] * kept - room
-            again = [0] * len(layers)
+            held += self.ending if end == len(self.positions) + 1 else 0
+            excess = held + flying[stage] * self._kept(start, end) - room
+            again = list(self._layers(start, end))
             for b in self.order:
-                freed = flying[stage] * self.freed[b]
-                if excess > 0 and self._may_recompute[b] and freed > 0:
-                    again[b] = min(layers[b], math.ceil(excess / freed))
-                    excess -= again[b] * freed
+                again[b] = self._enough(b, again[b], flying[stage], excess)
+                excess -= again[b] * flying[stage] * self.freed[b]
             return again if excess <= 0 else None
 
         return need
 
-    def _least(
-        self, pair: Pair, schedule: str, virtual: int, zero: int, group: int, limit_bytes: float, backwards: bool
-    ) -> list[int] | None:
+    def _least(self, uncut: Uncut, backwards: bool) -> list[int] | None:
         """Where stages end, in pieces, so that the slowest is as fast as it can be; None where none fit."""
-        need = self._needs(pair, schedule, virtual, zero, group, limit_bytes)
-        axis = pp_axis(self.problem, pair)
+        need = self._needs(uncut)
+        axis = pp_axis(self.problem, uncut.pair)
         received_s = [2 * axis.seconds(Collective.SEND, size) for size in self.crossing]  # and gradients sent back
+        m = uncut.pair.microbatches(self.problem.global_batch)
 
         def plainly(stage: int, start: int, end: int) -> float:
             return self.seconds[end] - self.seconds[start] + received_s[start]
+
+        def recompute_s(layers: Sequence[int]) -> float:
+            return sum(n * one for n, one in zip(layers, self.settled.again, strict=True))
 
         @cache
         def seconds(stage: int, start: int, end: int) -> float:
             """What a stage of these pieces takes, infinite where it does not fit."""
             again = need(stage, start, end)
-            if again is None:
-                return math.inf
-            taken = self.seconds[end] - self.seconds[start] + received_s[start]
-            return taken + sum(n * one for n, one in zip(again, self.settled.again, strict=True))
-
-        count = pair.pp * virtual
-        starts = [self._filling(count, seconds, backwards, max(received_s))[0]]
-        if (virtual > 1 and not backwards) or starts == [None]:  # what a rank can hold, no stage of it knows
-            starts.append(self._filling(count, plainly, backwards, max(received_s))[0])
-        ranks, split = rank_of(schedule, pair.pp, virtual), SCHEDULES[schedule].split
-        m = pair.microbatches(self.problem.global_batch)
+            return math.inf if again is None else plainly(stage, start, end) + recompute_s(again)
 
         def step(ends: list[int]) -> float:
             spans = list(pairwise((0, *ends)))
-            again = self._recomputed(pair, schedule, virtual, zero, group, limit_bytes, spans)
+            again = self._recomputed(uncut, spans)
             if again is None:
                 return math.inf
             every = []
             for layers, (start, end) in zip(again, spans, strict=True):
                 forward = self.forward[end] - self.forward[start]
                 weight = self.weight[end] - self.weight[start]
-                backward = plainly(0, start, end) - forward
-                backward += sum(map(operator.mul, layers, self.settled.again))
+                backward = plainly(0, start, end) - forward + recompute_s(layers)
                 every.append(StageSeconds(forward, backward, backward - weight, weight))
             # ranks go through their first stages together, then their second ones: each time the slowest sets the pace
-            slowest = [
-                max(one.forward + one.backward for one in every[k : k + pair.pp]) for k in range(0, count, pair.pp)
-            ]
-            return max(least_seconds(every, ranks, m, split=split), m * sum(slowest))
+            pace = sum(
+                max(one.forward + one.backward for one in every[k : k + uncut.pair.pp])
+                for k in range(0, uncut.count, uncut.pair.pp)
+            )
+            return max(least_seconds(every, uncut.ranks, m, split=uncut.split), m * pace)
 
+        starts = [self._filling(uncut.count, seconds, backwards, max(received_s))[0]]
+        if (uncut.virtual_stages > 1 and not backwards) or starts == [None]:  # a rank may hold what no stage knows
+            starts.append(self._filling(uncut.count, plainly, backwards, max(received_s))[0])
         every = [_improved(ends, step) for ends in starts if ends is not None]
         taken, ends = min(((taken, ends) for ends, taken in every), default=(math.inf, None))
         return ends if taken < math.inf else None
@@ -295,15 +312,15 @@ class Cutter:
                 best, high = found, middle
         return best, low
 
-    def _state_bytes(self, pair: Pair, zero: int, group: int, microbatches: int) -> float:
+    def _state_bytes(self, uncut: Uncut) -> float:
         """What the engine holds of each parameter element (costmodels/memory.py)."""
         states = FP32_BYTES * OPTIMIZER_COSTS[self.problem.optimizer].states
-        c, n = self.problem.compute_bytes, group if zero else 1
+        c, n = self.problem.compute_bytes, uncut.shards
         if n == 1 and self.problem.precision == "fp32":
-            copies = 2 if pair.dp > 1 and microbatches > 1 else 1
-            return FP32_BYTES * (1 + copies) + states
-        gradients = FP32_BYTES if zero < 2 else FP32_BYTES / n
-        return (FP32_BYTES + states) / n + gradients + (c if zero < 3 else 0)
+            waits = uncut.pair.dp > 1 and uncut.pair.microbatches(self.problem.global_batch) > 1
+            return FP32_BYTES * (3 if waits else 2) + states
+        gradients = FP32_BYTES if uncut.zero < 2 else FP32_BYTES / n
+        return (FP32_BYTES + states) / n + gradients + (c if uncut.zero < 3 else 0)
 
     def _pieces(self) -> list[Piece]:
         root, settled = self.settled.lowered.root, self.settled

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from inspect import signature
 from types import FunctionType
 from typing import Any, cast
@@ -75,12 +75,14 @@ def _left_over(ranks: int, microbatches: int) -> int:
     return microbatches % max(1, microbatches // ranks)
 
 
+@cache
 def rank_of(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """The pp rank of every stage."""
     places = generate_stage_to_rank_mapping(ranks, ranks * stages_per_rank, SCHEDULES[name].style)
     return tuple(places[stage] for stage in range(ranks * stages_per_rank))
 
 
+@cache
 def least_in_flight(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[float, ...]:
     """Of every rank, how many microbatches of all its stages it holds when it holds most, or a few less.
 

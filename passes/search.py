@@ -34,7 +34,7 @@ from passes.choices import (
     stagings,
     too_many_stages,
 )
-from passes.cutting import Cutter
+from passes.cutting import Cutter, Uncut
 from passes.emit import emit
 from passes.lower import Lowered
 from passes.memory import StepBytes, rank_bytes, step_bytes
@@ -99,18 +99,6 @@ class Unsettled:
     pair: Pair
     zero: int
     group: int
-
-
-@dataclass(frozen=True)
-class Uncut:
-    """A pipeline whose stages are not chosen yet, nor its sharding."""
-
-    pair: Pair
-    zero: int
-    group: int
-    schedule: str
-    virtual_stages: int
-    room_bytes: float  # what its stages may fill
 
 
 @dataclass(frozen=True)
@@ -285,30 +273,21 @@ class Search:
         pair, m = item.pair, item.pair.microbatches(self.problem.global_batch)
         again = self.bounds.recompute_seconds(pair, item.zero, item.group)
         once = self.microbatch_s(pair) + again / m
-        count = pair.pp * item.virtual_stages
         schedule = SCHEDULES[item.schedule]
         # a rank waits for the first microbatch to come, and for its gradients to go, through all stages before
         if schedule.single:
             least = once / (1 - (1 - 1 / m) ** pair.pp)
         else:
-            least = m * once / pair.pp + once / count * (pair.pp - 1) / 2
+            least = m * once / pair.pp + once / item.count * (pair.pp - 1) / 2
         dp = 0.0
         if (cutter := self.first_cutters.get((pair.tp, pair.microbatch))) is not None:
-            slowest = cutter.least_of_slowest(count)
+            slowest = cutter.least_of_slowest(item.count)
             if math.isinf(slowest):
                 return math.inf
             if schedule.single:
                 least = max(least, m * slowest)
             if "recompute" not in self.problem.fix:
-                known = cutter.least_again_s(
-                    pair,
-                    item.schedule,
-                    item.virtual_stages,
-                    item.zero,
-                    item.group,
-                    ROOMY * self.limit,
-                    UNEVEN / pair.pp,
-                )
+                known = cutter.least_again_s(replace(item, room_bytes=ROOMY * self.limit), UNEVEN / pair.pp)
                 least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)
             # the compute of a rank hides dp: were it much longer than its share, the step would be too
             most = UNEVEN * once / pair.pp
@@ -316,8 +295,7 @@ class Search:
                 least_dp_seconds(self.problem, pair, item.zero, item.group, Seconds(most, most)),
                 (UNEVEN - 1) * m * once / pair.pp,
             )
-        shards = item.group if item.zero else 1
-        return least + dp + update_seconds(self.problem, self.problem.trained // (pair.tp * pair.pp), shards)
+        return least + dp + update_seconds(self.problem, self.problem.trained // (pair.tp * pair.pp), item.shards)
 
     def microbatch_s(self, pair: Pair) -> float:
         """What one microbatch takes on all stages together at least, parameters apart."""
@@ -339,7 +317,7 @@ class Search:
         else:
             settled = replace(first.settled, pair=pair)
         self.visited += 1
-        if not self.cutter(settled).tries_all(pair.pp * item.virtual_stages):
+        if not self.cutter(settled).tries_all(item.count):
             self.ruled_s = min(self.ruled_s, bound)
         self.queue_cuts(item, settled, played=False)
 
@@ -347,9 +325,7 @@ class Search:
         """Queue a pipeline with the stages that may be best for it."""
         full = self.problem.fix.get("recompute") == "full"
         cutter = self.cutter(settled)
-        for cuts in cutter.cuts(
-            settled.pair, item.schedule, item.virtual_stages, item.zero, item.group, item.room_bytes
-        ):
+        for cuts in cutter.cuts(item):
             none = tuple(0 for _ in settled.blocks)
             staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
             variant = Variant(settled, item.zero, item.group, none, staging)
@@ -359,17 +335,14 @@ class Search:
                 self.refused.append(why)
                 continue
             seconds = step_seconds(self.problem, variant, play=False)
-            least = cutter.recomputed(
-                settled.pair, item.schedule, item.virtual_stages, item.zero, item.group, ROOMY * self.limit, cuts
-            )
             more = 0.0
-            if not full and not cutter.tries_all(len(cuts) + 1):  # where all are tried, no estimate decides
+            if not full and not cutter.tries_all(item.count):  # where all are tried, no estimate decides
+                least = cutter.recomputed(replace(item, room_bytes=ROOMY * self.limit), cuts)
                 again = full_recompute(variant) if least is None else with_recompute(variant, least)
                 more = step_seconds(self.problem, again, play=False).total - seconds.total
             if played:
                 seconds = step_seconds(self.problem, variant)
-            room = item.room_bytes
-            self.push_unfitted(Candidate(variant, seconds, None, "", played, played, more, room))
+            self.push_unfitted(Candidate(variant, seconds, None, "", played, played, more, item.room_bytes))
 
     def play(self, one: Candidate) -> None:
         """Price a pipeline by its schedule, then under the sharding that is best for it."""
@@ -377,14 +350,12 @@ class Search:
         if not one.played:
             self.push_unfitted(replace(one, seconds=step_seconds(self.problem, variant), played=True))
             return
-        pair, staging = variant.settled.pair, variant.staging
-        assert staging is not None, "only a pipeline is played"
+        pair = variant.settled.pair
         settled = self.settled(pair, self.terms(pair, variant.zero, variant.group))
         if settled.lowered is variant.settled.lowered:
             self.push_unfitted(replace(one, own=True))
-            return
-        item = Uncut(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, one.room_bytes)
-        self.queue_cuts(item, settled, played=True)
+        else:
+            self.queue_cuts(Uncut.of(variant, one.room_bytes), settled, played=True)
 
     def cutter(self, settled: Settled) -> Cutter:
         key = id(settled.lowered)
@@ -543,12 +514,10 @@ class Search:
             return
         self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
         ruled = variant.staging is not None and not self.cutter(variant.settled).tries_all(len(variant.stages))
-        if variant.staging is not None and ruled and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
+        if ruled and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
             # the estimate by which it was cut is corrected by what the rehearsal found
             room = candidate.room_bytes - CORRECTION * (held.peak - self.limit)
-            staging, pair = variant.staging, variant.settled.pair
-            again = Uncut(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, room)
-            self.queue_cuts(again, variant.settled, played=True)
+            self.queue_cuts(Uncut.of(variant, room), variant.settled, played=True)
         if "recompute" not in self.problem.fix:
             less = self.recomputed(variant) if variant.staging is None else self.recomputed_by_stage(variant)
             if less is not None:
@@ -704,7 +673,7 @@ class Search:
             schedule, virtual = next(
                 (one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1)
             )
-            cuts = next(self.cutter(settled).cuts(pair, schedule, virtual, stage, size, math.inf), None)
+            cuts = next(self.cutter(settled).cuts(Uncut(pair, stage, size, schedule, virtual, math.inf)), None)
             if cuts is None:
                 raise BadInput(too_many_stages(problem.fix, pair.pp * virtual, len(self.cutter(settled))))
             none = (tuple(0 for _ in settled.blocks),) * (len(cuts) + 1)

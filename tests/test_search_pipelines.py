@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from costmodels.cluster import Cluster
 from costmodels.errors import NoPlanFits
 from passes.choices import groups, pairs, pipeline_refusal, stagings
-from passes.cutting import EXHAUSTIVE, positions
+from passes.cutting import EXHAUSTIVE, Uncut, positions
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
-from passes.search import Found, Search, Uncut
+from passes.search import Found, Search
 from passes.stages import made_again
 from passes.state import State, Task, run
 from passes.step import Problem, Settled, Staging, Variant, layers_of, step_seconds, with_recompute
@@ -226,6 +226,21 @@ MANY = [
 ]
 
 
+def compared(asked: Asked, tightness: int) -> tuple[float, Found | None]:
+    """The least seconds under one of the limits, and what the search found, which fits; None where nothing does."""
+    assert len(everything(asked)) <= 5000
+    every = limits(asked)
+    if tightness >= len(every):
+        pytest.skip("fewer plans are best for their memory")
+    seconds, answer = best(asked, every[tightness]), found(asked, every[tightness])
+    if answer is None:
+        assert math.isinf(seconds), f"{seconds} fits"
+    else:
+        held = answer.best.bytes
+        assert held is not None and held.peak <= every[tightness]
+    return seconds, answer
+
+
 TIGHTNESS = [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3)), 4]
 
 
@@ -233,17 +248,10 @@ TIGHTNESS = [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3)), 4
 @pytest.mark.timeout(30)  # seconds are enough; were the same cuts queued again and again, hours would not be
 @pytest.mark.parametrize("tightness", TIGHTNESS)
 def test_the_search_finds_the_best_of_everything(asked: Asked, tightness: int) -> None:
-    assert ways(asked) <= EXHAUSTIVE and len(everything(asked)) <= 5000
-    every = limits(asked)
-    if tightness >= len(every):
-        pytest.skip("fewer plans are best for their memory")
-    limit = every[tightness]
-    seconds, answer = best(asked, limit), found(asked, limit)
+    assert ways(asked) <= EXHAUSTIVE
+    seconds, answer = compared(asked, tightness)
     if answer is None:
-        assert math.isinf(seconds), f"{seconds} fits"
         return
-    held = answer.best.bytes
-    assert held is not None and held.peak <= limit
     # where tp is free, tensors may be cut finer than any plan of `everything` does
     finer = asked.problem.fix.get("tp") != "1" and answer.best.variant.staging is None
     assert answer.best.seconds.total == pytest.approx(seconds, rel=1e-9) or (
@@ -256,18 +264,9 @@ def test_the_search_finds_the_best_of_everything(asked: Asked, tightness: int) -
 @pytest.mark.parametrize("asked", MANY, ids=str)
 @pytest.mark.parametrize("tightness", range(5))
 def test_where_not_all_ways_of_cutting_are_tried_the_plan_is_nearly_best(asked: Asked, tightness: int) -> None:
-    assert ways(asked) > EXHAUSTIVE and len(everything(asked)) <= 5000
-    every = limits(asked)
-    if tightness >= len(every):
-        pytest.skip("fewer plans are best for their memory")
-    limit = every[tightness]
-    seconds, answer = best(asked, limit), found(asked, limit)
-    if answer is None:
-        assert math.isinf(seconds), f"{seconds} fits"
-        return
-    held = answer.best.bytes
-    assert held is not None and held.peak <= limit
-    assert seconds * (1 - 1e-9) <= answer.best.seconds.total <= 1.02 * seconds
+    assert ways(asked) > EXHAUSTIVE
+    seconds, answer = compared(asked, tightness)
+    assert answer is None or seconds * (1 - 1e-9) <= answer.best.seconds.total <= 1.02 * seconds
 
 
 @pytest.mark.parametrize("asked", [*FEW, *(pytest.param(one, marks=pytest.mark.slow) for one in MANY)], ids=str)
@@ -278,9 +277,7 @@ def test_no_pipeline_beats_its_floor(asked: Asked) -> None:
         for one in everything(asked):
             variant, staging = one.variant, one.variant.staging
             if staging is not None and one.peak_bytes <= limit:
-                pair = variant.settled.pair
-                key = Uncut(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, limit)
-                fastest.setdefault(key, one.seconds)
+                fastest.setdefault(Uncut.of(variant, limit), one.seconds)
         for item, seconds in fastest.items():
             assert searching.uncut_floor(item) <= seconds * (1 + 1e-9), item
         for item in fastest:  # what the first sharding of a pair tells of the others
