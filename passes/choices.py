@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodels.errors import BadInput
+from costmodels.memory import Kind
+from passes.memory import kind_of
 from passes.plan import FIX_KEYS, Fix
 from passes.schedules import SCHEDULES, refusal
 from passes.stages import read_twice, shared, unreached
@@ -246,15 +248,13 @@ def groups(problem: Problem, pair: Pair) -> Iterator[tuple[int, int]]:
 
 def pipeline_refusal(problem: Problem, variant: Variant) -> str:
     """Why a pipeline would not train what the model trains, or could not run; "" where it does."""
-    parts, name, pair = variant.stages, variant.schedule, variant.settled.pair
+    parts, name = variant.stages, variant.schedule
     if why := stages_refusal(parts):
         return f"{why}; use pp=1"
     split = SCHEDULES[name].split
-    shards = variant.group if variant.zero else 1
-    sharded = problem.precision == "bf16" or (pair.dp > 1 and (shards > 1 or split))
     for parameter, numbers in shared(parts).items():
         ranks = [variant.rank_of(n) for n in numbers]
-        if len(set(ranks)) < len(ranks) and sharded:
+        if len(set(ranks)) < len(ranks) and kind_of(problem, variant) is Kind.SHARDS:
             return (
                 f"schedule {name} has stages that share {parameter} on one rank, where FSDP gives it to only one; "
                 f"use {'another schedule, or dp=1 in fp32' if split else 'schedule=1f1b, or zero=0 in fp32'}"

@@ -240,6 +240,10 @@ class Cutter:
             again = need(stage, start, end)
             return math.inf if again is None else plainly(stage, start, end) + recompute_s(again)
 
+        def pace(stages: Sequence[float]) -> float:
+            """Ranks go through their first stages together, then their second: each time the slowest sets the pace."""
+            return m * sum(max(stages[k : k + uncut.pair.pp]) for k in range(0, uncut.count, uncut.pair.pp))
+
         def step(ends: list[int]) -> float:
             spans = list(pairwise((0, *ends)))
             again = self._recomputed(uncut, spans)
@@ -251,12 +255,8 @@ class Cutter:
                 weight = self.weight[end] - self.weight[start]
                 backward = plainly(0, start, end) - forward + recompute_s(layers)
                 every.append(StageSeconds(forward, backward, backward - weight, weight))
-            # ranks go through their first stages together, then their second ones: each time the slowest sets the pace
-            pace = sum(
-                max(one.forward + one.backward for one in every[k : k + uncut.pair.pp])
-                for k in range(0, uncut.count, uncut.pair.pp)
-            )
-            return max(least_seconds(every, uncut.ranks, m, split=uncut.split), m * pace)
+            least = least_seconds(every, uncut.ranks, m, split=uncut.split)
+            return max(least, pace([one.forward + one.backward for one in every]))
 
         starts = [self._filling(uncut.count, seconds, backwards, max(received_s))[0]]
         if (uncut.virtual_stages > 1 and not backwards) or starts == [None]:  # a rank may hold what no stage knows

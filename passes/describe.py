@@ -97,7 +97,7 @@ def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, 
         for region, again in zip(lowered.blocks, variant.recompute, strict=True):
             for statement in run_again(region):
                 uses.extend(_uses(statement, axis, m * again, backward=False) if again else ())
-        partial = sum(load.partial_bytes for load in every) // (variant.group if variant.zero else 1)
+        partial = sum(load.partial_bytes for load in every) // variant.shards
         if partial:
             uses.append(_use(axis, "all_reduce", "partial gradients", partial, 1))
     if variant.staging is not None:
@@ -121,7 +121,7 @@ def _between_stages(
             seconds = count * axis.seconds(Collective.SEND, size)
             uses.append(CollectiveUse(Collective.SEND.value, "pp", name, size, count, seconds))
     if shared_s := shared_seconds(problem, variant, every):
-        size = max(load.shared_bytes for load in every) // (variant.group if variant.zero else 1)
+        size = max(load.shared_bytes for load in every) // variant.shards
         uses.append(CollectiveUse(Collective.ALL_REDUCE.value, "pp", "shared gradients", size, 1, shared_s))
     return uses
 

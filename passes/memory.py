@@ -47,29 +47,41 @@ def step_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsa
 
 
 def rank_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsal]) -> tuple[StepBytes, ...]:
-    """Memory of each pp rank: of whichever of its stages works at the fullest moment, beside what the others hold."""
+    """Memory of each pp rank."""
     every = loads(problem, variant)
-    m = variant.settled.pair.microbatches(problem.global_batch)
     waiting = _waiting(problem, variant, rehearsals)
-    between = [_travelling_bytes(variant, own, every) for own in variant.by_rank]
-    found = []
-    for rank, own in enumerate(variant.by_rank):
-        inputs = sum(m * rehearsals[k].input_bytes + rehearsals[k].buffer_bytes for k in own)
-        peaks = []
-        for stage in own:
-            others = [k for k in own if k != stage]
-            resting = [engine_of(problem, variant, rehearsals[k], first=False, last=False) for k in others]
-            watch = _Watch(inputs, resting)
-            partial = sum(every[k].partial_bytes for k in own)
-            parameters = [p for k in own for p in rehearsals[k].parameters]
-            full = waiting[rank]
-            peaks.append(
-                _stage_bytes(
-                    problem, variant, stage, rehearsals[stage], watch, full, between[rank], partial, parameters
-                )
-            )
-        found.append(max(peaks, key=lambda held: held.peak))
-    return tuple(found)
+    return tuple(
+        _bytes_of_rank(problem, variant, own, rehearsals, every, kept)
+        for own, kept in zip(variant.by_rank, waiting, strict=True)
+    )
+
+
+def _bytes_of_rank(
+    problem: Problem,
+    variant: Variant,
+    own: Sequence[int],
+    rehearsals: Sequence[Rehearsal],
+    every: Sequence[StageLoad],
+    kept: int,
+) -> StepBytes:
+    """Of whichever of its stages works at the fullest moment, beside what the others hold.
+
+    `kept`: by all microbatches of the rank, when they keep most.
+    """
+    m = variant.settled.pair.microbatches(problem.global_batch)
+    inputs = sum(m * rehearsals[k].input_bytes + rehearsals[k].buffer_bytes for k in own)
+    travelling = _travelling_bytes(variant, own, every)
+    # gradients that are partial over tp are copied together to be summed; then the update
+    partial = sum(every[k].partial_bytes for k in own) // variant.shards if variant.settled.pair.tp > 1 else 0
+    parameters = [p for k in own for p in rehearsals[k].parameters]
+    after = (min(partial, BUCKET_BYTES), update_bytes(problem, parameters, variant.shards))
+    peaks = []
+    for stage in own:
+        others = [rehearsals[k] for k in own if k != stage]
+        resting = [engine_of(problem, variant, one, first=False, last=False) for one in others]
+        watch = _Watch(inputs, resting, rehearsals[stage].root.received_bytes)
+        peaks.append(_stage_bytes(problem, variant, stage, rehearsals[stage], watch, kept, travelling, after))
+    return max(peaks, key=lambda held: held.peak)
 
 
 def _stage_bytes(
@@ -78,32 +90,27 @@ def _stage_bytes(
     stage: int,
     rehearsal: Rehearsal,
     watch: _Watch,
-    waiting: int,
-    travelling_bytes: int,
-    partial: int,
-    parameters: list[Held],
+    kept: int,
+    travelling: int,
+    after: Sequence[int],
 ) -> StepBytes:
-    """The fullest moment of a rank while one of its stages works, or updates `parameters`."""
-    shards = variant.group if variant.zero else 1
+    """The fullest moment of a rank while one of its stages works, and `after` that."""
     m = variant.settled.pair.microbatches(problem.global_batch)
     recompute = variant.recompute_by_stage[stage]
-    watch.received = rehearsal.root.received_bytes
+    own = _kept(recompute, rehearsal)
     split = variant.staging is not None and SCHEDULES[variant.schedule].split
     # microbatches between the first and the last are alike, or hold less
     for i in sorted({0, min(1, m - 1), m - 1}):
         watch.engine = engine_of(problem, variant, rehearsal, first=i == 0, last=i == m - 1)
-        own = _kept(recompute, rehearsal)
-        others = max(0, waiting - own)
+        others = max(0, kept - own)
         if not watch.resting:  # towards the end fewer are left to wait for
             others = min(others, (m - 1 - i) * own)
         if split:  # what a backward pass of inputs has used stays for that of weights
             others += own
-        watch.waiting = others + travelling_bytes
-        _microbatch(watch, recompute, rehearsal, shards)
+        watch.waiting = others + travelling
+        _microbatch(watch, recompute, rehearsal, variant.shards)
     watch.waiting = watch.received = 0
-    # gradients that are partial over tp are copied together to be summed; then the update
-    summed = min(partial // shards, BUCKET_BYTES) if variant.settled.pair.tp > 1 else 0
-    for temporaries in (summed, update_bytes(problem, parameters, shards)):
+    for temporaries in after:
         watch.engine.rest(temporaries)
         watch.see(0)
     assert watch.peak is not None, "seen a moment ago"
@@ -118,10 +125,9 @@ def _travelling_bytes(variant: Variant, own: Sequence[int], every: Sequence[Stag
     """
     if variant.staging is None:
         return 0
-    received = [every[k - 1].sent_bytes if k else 0 for k in own]
-    if SCHEDULES[variant.schedule].single:
-        return sum(received) + sum(every[k].sent_bytes for k in own)
-    return 2 * sum(received) + 2 * sum(every[k].sent_bytes for k in own)
+    received = sum(every[k - 1].sent_bytes for k in own if k)
+    sent = sum(every[k].sent_bytes for k in own)
+    return (1 if SCHEDULES[variant.schedule].single else 2) * (received + sent)
 
 
 def _kept(recompute: Sequence[int], rehearsal: Rehearsal) -> int:
@@ -149,12 +155,12 @@ class _Watch:
 
     engine: Engine
 
-    def __init__(self, inputs: int, resting: Sequence[Engine]) -> None:
+    def __init__(self, inputs: int, resting: Sequence[Engine], received: int) -> None:
         self.inputs, self.resting = inputs, resting
         self.peak: StepBytes | None = None
         self.saved = 0
         self.waiting = 0  # of other microbatches
-        self.received = 0  # of this one
+        self.received = received  # of this one
 
     def see(self, activations: int, transient: int = 0, logits: int = 0) -> None:
         static = self.engine.now()
@@ -234,18 +240,11 @@ def padded(shape: tuple[int, ...], shards: int) -> int:
 
 def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first: bool, last: bool) -> Engine:
     """The engine that the runtime takes (autopar/runtime/engine.py), at the start of a microbatch."""
-    shards = variant.group if variant.zero else 1
+    shards = variant.shards
     units = [unit(rehearsal.blocks[b].parameters, shards) for b in rehearsal.root.calls]
-    kind = Kind.PLAIN if variant.settled.pair.dp == 1 else Kind.BUCKETS
-    if (
-        shards > 1
-        or problem.precision == "bf16"
-        or (kind is Kind.BUCKETS and variant.staging and SCHEDULES[variant.schedule].split)
-    ):
-        kind = Kind.SHARDS
     return Engine(
         [*units, unit(rehearsal.root.parameters, shards)],
-        kind,
+        kind_of(problem, variant),
         stage=variant.zero if shards > 1 else 1,
         ranks=shards,
         compute_bytes=problem.compute_bytes,
@@ -254,6 +253,15 @@ def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first
         last=last,
         copies=problem.cluster.device.kind == "cpu",
     )
+
+
+def kind_of(problem: Problem, variant: Variant) -> Kind:
+    """Which engine trains the plan (autopar/runtime/engine.py)."""
+    dp = variant.settled.pair.dp
+    split = variant.staging is not None and SCHEDULES[variant.schedule].split
+    if problem.precision == "bf16" or (dp > 1 and (variant.shards > 1 or split)):
+        return Kind.SHARDS
+    return Kind.PLAIN if dp == 1 else Kind.BUCKETS
 
 
 def peak_of(one: BlockMemory | Stretch, engine: Engine) -> int:

@@ -195,6 +195,11 @@ class Variant:
     staging: Staging | None = None
 
     @property
+    def shards(self) -> int:
+        """Ranks over which states are sharded."""
+        return self.group if self.zero else 1
+
+    @property
     def schedule(self) -> str:
         return self.staging.schedule if self.staging else "none"
 
@@ -436,7 +441,7 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
     """
     pair = variant.settled.pair
     m = pair.microbatches(problem.global_batch)
-    shards = variant.group if variant.zero else 1
+    shards = variant.shards
     every = loads(problem, variant)
     axis = variant.settled.lowered.sharding.axis
     once: list[tuple[float, float, float]] = []  # of each rank: dp, optimizer, sums over tp
@@ -547,8 +552,7 @@ def transfers(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) 
 
 def shared_seconds(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) -> float:
     """Seconds of summing the gradients of what several ranks hold: they lie as far apart as ranks of pp do."""
-    shards = variant.group if variant.zero else 1
-    size = max(load.shared_bytes for load in every) // shards
+    size = max(load.shared_bytes for load in every) // variant.shards
     pair = variant.settled.pair
     holders = {variant.rank_of(n) for numbers in shared(variant.stages).values() for n in numbers}
     if not size or len(holders) < 2:
