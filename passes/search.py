@@ -1,14 +1,21 @@
-"""SEARCH: the mesh, the ZeRO stage, the microbatch and the recompute that train fastest within the memory.
+"""SEARCH: the mesh, the ZeRO stage, the schedule, the microbatch and the recompute that train fastest in the memory.
 
-Best-first search (A*). A candidate is a (tp, microbatch) pair, then a variant of it (ZeRO stage and group), then that
-variant with as many layers recomputed, or its tensors cut as finely, as the memory asks for. Each is queued under a
-time that it cannot beat:
+Best-first search (A*). Each candidate is queued under a time that it cannot beat, and takes shape as it comes up:
 
+    without stages
     pair       all its work cut over all ranks of tp, no communication       ->  solve the sharding programme
     variant    its exact step time, and the recompute that any plan needs    ->  count its memory
-    fitted     its exact step time with what it needs to fit                 ->  the first one that comes up is optimal
 
-So the answer is proved against every candidate that was enumerated, though few are solved.
+    pipelines
+    uncut      its work shared evenly, the waits of its schedule             ->  cut it into stages
+    cut        what no order of its stages' work beats                       ->  play the schedule
+    played     its step time under the sharding of another mesh              ->  solve its own sharding
+    own        its exact step time                                           ->  count its memory
+
+    fitted     its exact step time with what it needs to fit                 ->  the first one that comes up is best
+
+So the answer is proved against every candidate that was enumerated, though few are solved. Where there are too many
+ways of cutting a pipeline, a rule chooses (passes/cutting.py), and the answer is that much less certain: `bound_s`.
 """
 
 from __future__ import annotations
@@ -330,7 +337,7 @@ class Search:
             staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
             variant = Variant(settled, item.zero, item.group, none, staging)
             if full:
-                variant = with_recompute(variant, [layers_of(variant, k) for k in range(len(cuts) + 1)])
+                variant = full_recompute(variant)
             if why := pipeline_refusal(self.problem, variant):
                 self.refused.append(why)
                 continue
@@ -379,11 +386,7 @@ class Search:
         return f"--fix {fix} is not possible: {said}"
 
     @cache  # noqa: B019
-    def programme(self, pair: Pair) -> Programme:
-        return self.programmes(pair.tp, pair.microbatch)
-
-    @cache  # noqa: B019
-    def programmes(self, tp: int, microbatch: int) -> Programme:
+    def programme(self, tp: int, microbatch: int) -> Programme:
         axis = Axis.of(self.problem.cluster, "tp", tp, 1)
         return Programme(self.problem.at(microbatch), axis, self.problem.rows)
 
@@ -467,11 +470,12 @@ class Search:
     @cache  # noqa: B019
     def sharded(self, tp: int, microbatch: int, terms: Terms) -> Sharding:
         self.solved += 1
-        sharding = self.programmes(tp, microbatch).solve(terms)
+        programme = self.programme(tp, microbatch)
+        sharding = programme.solve(terms)
         assert sharding is not None, "without a memory budget there is always a sharding"
         # without what parameters cost, it is a bound for every mesh
         trained, m = self.problem.trained, terms.microbatches
-        sums = Axis.of(self.problem.cluster, "tp", tp, 1).seconds(Collective.ALL_REDUCE, 4 * trained // terms.shards)
+        sums = programme.axis.seconds(Collective.ALL_REDUCE, 4 * trained // terms.shards)
         once = sharding.bound_s - (terms.element_s * trained + (sums if tp > 1 else 0.0)) / m
         self.solved_once_s[tp, microbatch] = max(once, self.solved_once_s.get((tp, microbatch), 0.0))
         return sharding
@@ -519,7 +523,7 @@ class Search:
             room = candidate.room_bytes - CORRECTION * (held.peak - self.limit)
             self.queue_cuts(Uncut.of(variant, room), variant.settled, played=True)
         if "recompute" not in self.problem.fix:
-            less = self.recomputed(variant) if variant.staging is None else self.recomputed_by_stage(variant)
+            less = self.recomputed(variant)
             if less is not None:
                 seconds = step_seconds(self.problem, less)
                 self.push(seconds.total, Candidate(less, seconds, self.bytes_of(less)))
@@ -530,8 +534,8 @@ class Search:
             least = step_seconds(self.problem, replace(variant, recompute=layers))
             self.push(max(candidate.seconds.total, least.total), Finer(variant, layers))
 
-    def recomputed_by_stage(self, variant: Variant) -> Variant | None:
-        """The pipeline with the fewest layers recomputed on each rank that fits."""
+    def recomputed(self, variant: Variant) -> Variant | None:
+        """The variant with the fewest layers recomputed on each pp rank that fits; first what frees most per second."""
         settled, rehearsals = variant.settled, self.rehearsed(variant)
         layers = [list(again) for again in variant.recompute_by_stage]
         whole = rehearsals[0]
@@ -567,39 +571,13 @@ class Search:
             take(high)
         return with_recompute(variant, layers)
 
-    def recomputed(self, variant: Variant) -> Variant | None:
-        """The variant with the fewest layers recomputed that fits, blocks that free most per second first."""
-        settled, rehearsal = variant.settled, self.rehearsal(variant.settled)
-        gains = []
-        for b, (kept, again, seconds) in enumerate(
-            zip(rehearsal.blocks, rehearsal.recomputed, settled.blocks, strict=True)
-        ):
-            freed = kept.saved_bytes - again.saved_bytes
-            if freed > 0 and settled.recomputable[b]:
-                gains.append((-freed / max(1e-12, seconds.compute.forward + seconds.comm.forward), b))
-        layers = list(variant.recompute)
-        for _, b in sorted(gains):
-            count = settled.units[b].count
-            low, high = layers[b], count
-            layers[b] = count
-            if not self.fits(replace(variant, recompute=tuple(layers))):
-                continue
-            while low < high:
-                layers[b] = (low + high) // 2
-                low, high = (
-                    (low, layers[b]) if self.fits(replace(variant, recompute=tuple(layers))) else (layers[b] + 1, high)
-                )
-            layers[b] = high
-            return replace(variant, recompute=tuple(layers))
-        return None
-
     def fits(self, variant: Variant) -> bool:
         return self.bytes_of(variant).peak <= self.limit
 
     def cut_finer(self, variant: Variant, layers: tuple[int, ...]) -> None:
         """Solve the pair again under a memory budget: parameters and activations are cut where they were whole."""
         pair, problem = variant.settled.pair, self.problem
-        programme = self.programme(pair)
+        programme = self.programme(pair.tp, pair.microbatch)
         trial = replace(variant, recompute=layers)
         now = self.bytes_of(trial)
         per_element = now.static.total / max(1, trial.settled.elements)

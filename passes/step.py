@@ -240,16 +240,13 @@ def layers_of(variant: Variant, stage: int) -> list[int]:
 
 
 def with_recompute(variant: Variant, layers: list[list[int]]) -> Variant:
-    """The pipeline with so many layers recomputed, per stage and block."""
-    assert variant.staging is not None, "it has stages"
+    """The variant with so many layers recomputed, per stage and block."""
     again = tuple(tuple(one) for one in layers)
-    staging = replace(variant.staging, recompute=again)
+    staging = replace(variant.staging, recompute=again) if variant.staging else None
     return replace(variant, recompute=tuple(map(sum, zip(*again, strict=True))), staging=staging)
 
 
 def full_recompute(variant: Variant) -> Variant:
-    if variant.staging is None:
-        return replace(variant, recompute=variant.settled.recomputable)
     return with_recompute(variant, [layers_of(variant, k) for k in range(len(variant.stages))])
 
 
