@@ -26,7 +26,7 @@ from passes.schedules import SCHEDULES, least_in_flight, rank_of
 from passes.stages import made_again, reads_of, results_of
 from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, Variant, pp_axis
 
-EXHAUSTIVE = 32  # ways of cutting that are all tried
+EXHAUSTIVE = 300  # ways of cutting that are all tried
 HALVES = 16
 ROUNDS = 4
 MOST_POSITIONS = 400  # where the root can be cut

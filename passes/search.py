@@ -78,6 +78,7 @@ def size(bytes_: float) -> str:
 
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
 CORRECTION = 1.05  # times what a pipeline holds too much, when it is cut again
+LEAST_CORRECTION = 0.01  # times the limit
 TIGHTEST = 0.8  # times the limit, for which a pipeline is cut
 ROOMY = 1.05  # times the limit: where stages are not rehearsed yet, what they hold is known to a few percent
 UNEVEN = 1.25  # times an even share of the work, in a bound
@@ -154,6 +155,7 @@ class Search:
         self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
         self.cutters: dict[int, Cutter] = {}
+        self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.ruled_s = math.inf  # what the fastest pipeline takes at least of whose cuts not all were tried
         self.refused: list[str] = []  # why ways of cutting were not taken
@@ -520,8 +522,11 @@ class Search:
         ruled = variant.staging is not None and not self.cutter(variant.settled).tries_all(len(variant.stages))
         if ruled and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
             # the estimate by which it was cut is corrected by what the rehearsal found
-            room = candidate.room_bytes - CORRECTION * (held.peak - self.limit)
-            self.queue_cuts(Uncut.of(variant, room), variant.settled, played=True)
+            room = candidate.room_bytes - max(CORRECTION * (held.peak - self.limit), LEAST_CORRECTION * self.limit)
+            same = id(variant.settled.lowered), Uncut.of(variant, math.inf)
+            if room < self.least_room[same]:  # else what is cut for less was queued by now
+                self.least_room[same] = room
+                self.queue_cuts(Uncut.of(variant, room), variant.settled, played=True)
         if "recompute" not in self.problem.fix:
             less = self.recomputed(variant)
             if less is not None:
