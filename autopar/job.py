@@ -50,7 +50,7 @@ def parallelize(
     `batch` is an example of the global batch: a mapping (keys that forward accepts go there, the rest is for
     `loss_fn(output, batch)`), a tuple (positional) or a tensor; its first dim counts rows. Without `batch`, the model
     must offer `dummy_inputs` or `example_batch()`. `global_batch` rows per optimizer step (default: those of `batch`).
-    `optimizer` makes an optimizer of parameters (default: AdamW, lr 1e-3).
+    `optimizer` makes an optimizer of parameters (default: AdamW, lr 1e-3, fused).
 
     Weights of the model are used as they are; a model on meta is initialised by its own initialisers. The model
     itself is never changed. Raises BadInput, CaptureError or NoPlanFits.
@@ -76,6 +76,7 @@ def parallelize(
             global_batch=global_batch,
             precision=precision,
             optimizer=_optimizer_name(optimizer),
+            fused=_is_fused(optimizer),
             fix=fix,
             progress=progress,
         )
@@ -274,6 +275,11 @@ def _optimizer_name(optimizer: Optimizer | None) -> str:
             f"{most}: the memory would be too low; leave out the option that adds one (amsgrad, centered)"
         )
     return counted
+
+
+def _is_fused(optimizer: Optimizer | None) -> bool:
+    """Whether a step of the optimizer holds no temporaries; torch fuses only what is asked to be."""
+    return optimizer is None or bool(optimizer([nn.Parameter(torch.zeros(1))]).defaults.get("fused"))
 
 
 def _states(trial: torch.optim.Optimizer, one: nn.Parameter) -> int:

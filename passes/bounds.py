@@ -6,7 +6,7 @@ held are recomputed, those first that are cheapest to make again, in parts of la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +17,7 @@ from passes.price import Axis, Seconds, least_op_seconds
 from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.saved import saved
-from passes.step import OPTIMIZER_COSTS, Pair, Problem
+from passes.step import OPTIMIZER_COSTS, Pair, Problem, Variant, loads
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,49 @@ class Bounds:
         """A rank's share of the states, the inputs of every layer, and what the largest operator reads and writes."""
         return self.states(pair, zero, group) + self.recomputed_bytes(pair.microbatch) / (pair.tp * pair.pp)
 
+    def cut_bytes(self, variant: Variant, in_flight: Sequence[float]) -> float:
+        """What the fullest rank of a pipeline that is cut holds at least, with so many microbatches in flight on each.
+
+        Its states, and of each microbatch the inputs of its layers, however they are sharded.
+        """
+        pair = variant.settled.pair
+        inputs, whole = self.layer_inputs(pair.microbatch), self.problem.whole_units
+        every = loads(self.problem, variant)
+        found = []
+        for own, flying in zip(variant.by_rank, in_flight, strict=True):
+            elements = trained = kept = 0
+            for stage in own:
+                *layers, root = every[stage].units
+                elements += root.elements + sum(u.count * one.elements for u, one in zip(layers, whole, strict=False))
+                trained += root.trained + sum(u.count * one.trained for u, one in zip(layers, whole, strict=False))
+                kept += sum(u.count * size for u, size in zip(layers, inputs, strict=True))
+            states = self.states_of(elements // pair.tp, trained // pair.tp, pair, variant.zero, variant.group)
+            found.append(states + flying * kept / pair.tp)
+        return max(found)
+
+    def layer_inputs(self, microbatch: int) -> tuple[int, ...]:
+        """What a layer of each block keeps when recomputed."""
+        return tuple(map(input_bytes, self.problem.at(microbatch).blocks))
+
     def states(self, pair: Pair, zero: int, group: int) -> int:
+        ranks = pair.tp * pair.pp
+        return self.states_of(self.problem.elements // ranks, self.problem.trained // ranks, pair, zero, group)
+
+    def states_of(self, elements: int, trained: int, pair: Pair, zero: int, group: int) -> int:
+        """Of so many elements on a rank, at whichever moment these alone are most."""
         problem = self.problem
-        elements = problem.elements // (pair.tp * pair.pp)
         kept = OPTIMIZER_COSTS[problem.optimizer].states
-        states = 4 * (1 + kept) * elements // (group if zero else 1)
+        states = 4 * (elements + kept * trained) // (group if zero else 1)
         if zero in (1, 2):
             states += problem.compute_bytes * elements
         elif zero == 0 and (pair.dp > 1 or pair.microbatches(problem.global_batch) > 1):
-            states += 4 * elements  # else gradients come as activations go
+            states += 4 * trained  # else gradients come as activations go
         return states
 
     @cache  # noqa: B019  (bounds live as long as their search)
     def recomputed_bytes(self, microbatch: int) -> int:
         program = self.problem.at(microbatch)
-        kept = sum(input_bytes(b) * len(b.paths) for b in program.blocks)
+        kept = sum(size * len(b.paths) for size, b in zip(self.layer_inputs(microbatch), program.blocks, strict=True))
         largest = max(
             sum(values[n].bytes for n in set(op.operands)) + sum(v.bytes for v in op.results)
             for values, ops, _ in program.regions()

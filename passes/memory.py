@@ -272,12 +272,12 @@ def peak_of(one: BlockMemory | Stretch, engine: Engine) -> int:
 
 
 def update_bytes(problem: Problem, parameters: Sequence[Held], shards: int) -> int:
-    """Temporaries of AdamW: the root of the second moment, and what it is divided into.
+    """Temporaries of AdamW unless it is fused: the root of the second moment, and what it is divided into.
 
     Over lists of tensors (the default on CUDA) all roots at once, divided in place. Tensor by tensor (CPU) both, of one
     parameter, beside the quotient of the one before, which its variable still names.
     """
-    if problem.optimizer != "adamw":
+    if problem.optimizer != "adamw" or problem.fused:
         return 0
     sizes = [FP32_BYTES * padded(p.shape, shards) // shards for p in parameters if p.trained]
     if problem.cluster.device.kind == "cuda":

@@ -216,6 +216,7 @@ def compile_model(
     global_batch: int | None = None,
     precision: str = "bf16",
     optimizer: str = "adamw",
+    fused: bool = True,
     fix: Fix | None = None,
     target: str = "",
     seq_len: int | None = None,
@@ -226,6 +227,7 @@ def compile_model(
 ) -> Compiled:
     """Plan and write the training of `model` on `cluster`.
 
+    `fused`: the optimizer holds no temporaries, as the program's own does not.
     After `time_limit_s`, or once `stop` says so, it is the best plan of those priced so far, with its gap. Raises
     BadInput for options that cannot be, CaptureError where the model cannot be traced, NoPlanFits where no plan meets
     the memory limit.
@@ -244,7 +246,7 @@ def compile_model(
     started = time.monotonic()
     task = Task(
         model, batch, loss_fn, cluster, global_batch or rows, precision, optimizer, dict(fix or {}), target, seq_len,
-        memory_limit_gib,
+        memory_limit_gib, fused,
     )  # fmt: skip
 
     def is_over() -> bool:
@@ -272,6 +274,7 @@ def problem_of(state: State) -> Problem:
         global_batch=task.global_batch,
         precision=task.precision,
         optimizer=task.optimizer,
+        fused=task.fused,
         separable=info.coupled,
         emission=open_emission(state),
         fix=task.fix,

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,46 +92,80 @@ class Rehearsal:
     buffer_bytes: int  # of the whole model or stage
 
 
+class Rehearser:
+    """Runs every class of the programs of one sharding once, on fake tensors, and follows its bytes.
+
+    Wherever the root is cut, its layers stay what they are, and so does a stage that begins and ends where another did.
+    """
+
+    def __init__(self, lowered: Lowered, dtype: torch.dtype) -> None:
+        self.lowered, self.dtype = lowered, dtype
+        self._layers: tuple[tuple[BlockMemory, BlockMemory, _Closed, int], ...] | None = None
+        self._stages: dict[_StageKey, Rehearsal] = {}
+
+    def rehearse(self, parts: Sequence[LocalStage], text: Callable[[], str]) -> tuple[Rehearsal, ...]:
+        """The memory of each of these stages (one: of the whole); `text` is that of their program."""
+        keys = [_stage_key(number, parts) for number in range(len(parts))]
+        if any(key not in self._stages for key in keys):
+            scope = _names(self.lowered, self.dtype)
+            source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text(), flags=re.S)
+            exec(compile(source, "program.py", "exec"), scope)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                if self._layers is None:
+                    self._layers = tuple(self._layer(number, scope) for number in range(len(self.lowered.blocks)))
+                for block, (_, _, closed, _) in zip(self.lowered.program.blocks, self._layers, strict=True):
+                    scope[block.name] = partial(_ClosedLayer, closed)  # the loops of the model make these instead
+                for number, (key, part) in enumerate(zip(keys, parts, strict=True)):
+                    if key not in self._stages:
+                        name = "Model" if len(parts) == 1 else f"Stage{number}"
+                        self._stages[key] = self._stage(part, _built(scope[name]), self._layers)
+        return tuple(self._stages[key] for key in keys)
+
+    def _layer(self, number: int, scope: dict[str, Any]) -> tuple[BlockMemory, BlockMemory, _Closed, int]:
+        """A layer, the same recomputed, how it looks from outside, and the bytes of its buffers."""
+        region = self.lowered.blocks[number]
+        layer = _built(scope[self.lowered.program.blocks[number].name])
+        kept, again, like = _layer(layer, _inputs(region, region.inputs, self.lowered.sharding.axis.ranks))
+        return kept, again, replace(like, number=number), _bytes(layer.buffers())
+
+    def _stage(
+        self, part: LocalStage, model: nn.Module, layers: Sequence[tuple[BlockMemory, BlockMemory, _Closed, int]]
+    ) -> Rehearsal:
+        ranks = self.lowered.sharding.axis.ranks
+        received, read = (_inputs(part.region, names, ranks) for names in (part.received, part.reads))
+        root = _root(model, received, read)
+        order = [
+            held
+            for module in model.modules()
+            for held in (
+                layers[module.like.number][0].parameters if isinstance(module, _ClosedLayer) else _held(module)
+            )
+        ]
+        return Rehearsal(
+            root,
+            tuple(kept for kept, *_ in layers),
+            tuple(again for _, again, *_ in layers),
+            tuple(order),
+            _bytes(read),
+            sum(layers[call.block][3] for call in part.calls) + _bytes(model.buffers()),
+        )
+
+
+_StageKey: TypeAlias = tuple[object, ...]
+
+
+def _stage_key(number: int, parts: Sequence[LocalStage]) -> _StageKey:
+    """What the memory of a stage depends on, beside the sharding: statements are told apart by identity."""
+    region = parts[number].region
+    ends = number == 0, number == len(parts) - 1  # the first holds what is never read, the last the loss
+    return tuple(map(id, region.statements)), region.inputs, region.outputs, ends
+
+
 def rehearse(
     text: str, lowered: Lowered, dtype: torch.dtype, parts: Sequence[LocalStage] | None = None
 ) -> tuple[Rehearsal, ...]:
-    """Run every class of the program once, on fake tensors, and follow its bytes: of each stage, or of the whole."""
-    ranks = lowered.sharding.axis.ranks
-    parts = parts or stages(lowered, ())
-    scope = _names(lowered, dtype)
-    source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text, flags=re.S)
-    exec(compile(source, "program.py", "exec"), scope)
-    found = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        blocks, recomputed, buffers = [], [], []
-        closed: list[_Closed] = []
-        for number, (block, region) in enumerate(zip(lowered.program.blocks, lowered.blocks, strict=True)):
-            inputs = _inputs(region, region.inputs, ranks)
-            layer = _built(scope[block.name])
-            kept, again, like = _layer(layer, inputs)
-            buffers.append(_bytes(layer.buffers()))
-            blocks.append(kept)
-            recomputed.append(again)
-            closed.append(replace(like, number=number))
-            scope[block.name] = partial(_ClosedLayer, closed[-1])  # the loops of the model make these instead
-        for number, part in enumerate(parts):
-            model = _built(scope["Model" if len(parts) == 1 else f"Stage{number}"])
-            received, read = (_inputs(part.region, names, ranks) for names in (part.received, part.reads))
-            root = _root(model, received, read)
-            order = [
-                held
-                for module in model.modules()
-                for held in (
-                    blocks[module.like.number].parameters if isinstance(module, _ClosedLayer) else _held(module)
-                )
-            ]
-            inside = sum(buffers[call.block] for call in part.calls)
-            found.append(
-                Rehearsal(
-                    root, tuple(blocks), tuple(recomputed), tuple(order), _bytes(read), inside + _bytes(model.buffers())
-                )
-            )
-    return tuple(found)
+    """The memory of a program by itself: of each stage, or of the whole."""
+    return Rehearser(lowered, dtype).rehearse(parts or stages(lowered, ()), lambda: text)
 
 
 # -- following bytes --------------------------------------------------------------------------------------------------

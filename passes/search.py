@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,11 +43,10 @@ from passes.choices import (
 )
 from passes.cutting import Cutter, Uncut
 from passes.emit import emit
-from passes.lower import Lowered
 from passes.memory import StepBytes, rank_bytes, step_bytes
 from passes.plan import FIX_KEYS
 from passes.price import Axis, Seconds
-from passes.rehearse import Rehearsal, rehearse
+from passes.rehearse import Rehearsal, Rehearser
 from passes.schedules import SCHEDULES, refusal
 from passes.sharding import GAP, Programme, Sharding, Terms
 from passes.step import (
@@ -111,10 +110,9 @@ class Unsettled:
 
 @dataclass(frozen=True)
 class Finer:
-    """A variant that does not fit as it is, to be solved again under a memory budget with these layers recomputed."""
+    """A variant that does not fit as it is, to be sharded again under a memory budget."""
 
     variant: Variant
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -150,11 +148,13 @@ class Search:
         self.visited = 0
         self.solved = 0
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
-        self.rehearsals: dict[tuple[int, tuple[int, ...]], tuple[Lowered, tuple[Rehearsal, ...]]] = {}
+        self.rehearsals: dict[tuple[int, tuple[int, ...]], tuple[Rehearsal, ...]] = {}
+        self.rehearsers: dict[int, Rehearser] = {}  # by local program
         self.rejected: list[Candidate] = []
         self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
         self.cutters: dict[int, Cutter] = {}
+        self.finer_tries: Counter[Uncut] = Counter()
         self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.ruled_s = math.inf  # what the fastest pipeline takes at least of whose cuts not all were tried
@@ -239,7 +239,7 @@ class Search:
         if self.fits(variant):
             return True
         if pair.tp > 1:
-            self.cut_finer(variant, variant.recompute)
+            self.cut_finer(variant)
         return any(isinstance(item, Candidate) for _, _, item in self.queue)
 
     @property
@@ -259,7 +259,7 @@ class Search:
         elif isinstance(item, Uncut):
             self.cut(item, bound)
         elif isinstance(item, Finer):
-            self.cut_finer(item.variant, item.layers)
+            self.cut_finer(item.variant)
         elif isinstance(item, Candidate) and not (item.played and item.own):
             self.play(item)
         elif isinstance(item, Candidate):
@@ -342,6 +342,8 @@ class Search:
                 variant = full_recompute(variant)
             if why := pipeline_refusal(self.problem, variant):
                 self.refused.append(why)
+                continue
+            if self.bounds.cut_bytes(variant, item.in_flight(self.problem.global_batch)) > self.limit:
                 continue
             seconds = step_seconds(self.problem, variant, play=False)
             more = 0.0
@@ -504,9 +506,10 @@ class Search:
                 cuts=cuts,
                 schedule=variant.schedule,
             )
-            found = rehearse(emit(settled.lowered, emission), settled.lowered, self.problem.dtype, variant.stages)
-            self.rehearsals[key] = settled.lowered, found  # held, so that the id stays its own
-        return self.rehearsals[key][1]
+            # it holds the program, so that the id stays its own
+            rehearser = self.rehearsers.setdefault(key[0], Rehearser(settled.lowered, self.problem.dtype))
+            self.rehearsals[key] = rehearser.rehearse(variant.stages, lambda: emit(settled.lowered, emission))
+        return self.rehearsals[key]
 
     def bytes_of(self, variant: Variant) -> StepBytes:
         return step_bytes(self.problem, variant, self.rehearsed(variant))
@@ -534,10 +537,9 @@ class Search:
                 self.push(seconds.total, Candidate(less, seconds, self.bytes_of(less)))
                 return
             self.reject(full_recompute(variant))
-        if variant.staging is None and variant.settled.pair.tp > 1:
-            layers = self.most_layers(variant.settled)
-            least = step_seconds(self.problem, replace(variant, recompute=layers))
-            self.push(max(candidate.seconds.total, least.total), Finer(variant, layers))
+        if variant.settled.pair.tp > 1:
+            most = variant if "recompute" in self.problem.fix else full_recompute(variant)
+            self.push(max(candidate.seconds.total, step_seconds(self.problem, most).total), Finer(most))
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed on each pp rank that fits; first what frees most per second."""
@@ -579,15 +581,25 @@ class Search:
     def fits(self, variant: Variant) -> bool:
         return self.bytes_of(variant).peak <= self.limit
 
-    def cut_finer(self, variant: Variant, layers: tuple[int, ...]) -> None:
-        """Solve the pair again under a memory budget: parameters and activations are cut where they were whole."""
+    def cut_finer(self, variant: Variant) -> None:
+        """Solve the pair again under a memory budget: parameters and activations are cut where they were whole.
+
+        A pipeline is cut into stages again; its budget is that of its fullest rank, which has a share of all elements.
+        """
         pair, problem = variant.settled.pair, self.problem
         programme = self.programme(pair.tp, pair.microbatch)
-        trial = replace(variant, recompute=layers)
+        trial = variant
+        if trial.staging is not None:
+            same = Uncut.of(trial, math.inf)
+            self.finer_tries[same] += 1
+            if self.finer_tries[same] > FINER_TRIES:
+                return
         now = self.bytes_of(trial)
         per_element = now.static.total / max(1, trial.settled.elements)
         terms = replace(
-            self.terms(pair, variant.zero, variant.group), state_bytes=per_element, keeps_activations=not any(layers)
+            self.terms(pair, variant.zero, variant.group),
+            state_bytes=per_element,
+            keeps_activations=not any(trial.recompute),
         )
         share = 1.02  # of the excess that is asked of what the programme counts
         for _ in range(FINER_TRIES):
@@ -599,7 +611,11 @@ class Search:
             if found is None:  # too much at once: part of the excess may be elsewhere
                 share /= 2
                 continue
-            trial = replace(trial, settled=settle(problem, pair, found))
+            settled = settle(problem, pair, found)
+            if trial.staging is not None:
+                self.queue_cuts(Uncut.of(trial, self.limit), settled, played=True)
+                return
+            trial = replace(trial, settled=settled)
             now = self.bytes_of(trial)
             seconds = step_seconds(problem, trial)
             if now.peak <= self.limit:

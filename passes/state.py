@@ -35,6 +35,7 @@ class Task:
     target: str = ""
     seq_len: int | None = None
     memory_limit_gib: float | None = None
+    fused: bool = True  # whether the optimizer is, so that it holds no temporaries
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Problem:
     global_batch: int
     precision: str
     optimizer: str
+    fused: bool  # whether the optimizer updates in place, without temporaries
     separable: str  # why rows cannot be told apart, "" where they can
     emission: Emission  # with the choices still open
     fix: Fix

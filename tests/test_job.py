@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.job import _optimizer_name, load_program
+from autopar.job import _is_fused, _optimizer_name, load_program
 
 BATCH = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), "y": torch.ones(4, 2)}
 
@@ -331,3 +331,9 @@ def test_any_fault_of_planning_ends_all_ranks(gloo):
     first, second = gloo.run(2, fail_on_rank_0, timeout_s=20)
     assert first == "LookupError: no such thing"
     assert second == "AutoparError: planning failed on rank 0: LookupError: no such thing"
+
+
+def test_only_a_fused_optimizer_updates_without_temporaries():
+    assert _is_fused(None)
+    assert _is_fused(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True))
+    assert not _is_fused(lambda parameters: torch.optim.AdamW(parameters, lr=0.1))

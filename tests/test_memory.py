@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -119,12 +119,14 @@ def test_a_forgotten_term_shows(
 
 def test_the_temporaries_of_the_update_are_those_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     # sqrt and quotient of one parameter, beside the quotient of the one before
-    problem = problem_of(planned(MODELS["mlp"](), {"dp": 1, "tp": 1}, 1))
+    fused = problem_of(planned(MODELS["mlp"](), {"dp": 1, "tp": 1}, 1))
+    problem = replace(fused, fused=False)
     held = tuple(
         Held(shape, trained) for shape, trained in [((10,), True), ((100,), False), ((4, 5), True), ((1,), True)]
     )
     assert memory.update_bytes(problem, held, 1) == 4 * (10 + 2 * 20)
     assert memory.update_bytes(problem, held, 2) == 4 * (5 + 2 * 10)
+    assert memory.update_bytes(fused, held, 1) == 0
 
 
 def test_parameters_are_padded_to_the_group() -> None:

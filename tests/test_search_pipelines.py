@@ -256,11 +256,19 @@ def test_the_search_finds_the_best_of_everything(asked: Asked, tightness: int) -
     if answer is None:
         return
     # where tp is free, tensors may be cut finer than any plan of `everything` does
-    finer = asked.problem.fix.get("tp") != "1" and answer.best.variant.staging is None
+    finer = asked.problem.fix.get("tp") != "1"
     assert answer.best.seconds.total == pytest.approx(seconds, rel=1e-9) or (
         finer and answer.best.seconds.total <= seconds
     )
     assert not answer.proved or answer.bound_s <= seconds * (1 + 1e-9)
+
+
+def test_tensors_of_a_pipeline_are_cut_finer_where_no_sharding_fits_that_is_fastest() -> None:
+    asked = Asked("plain", 4, "2x2xh100", 4, ("pp=2", "tp=2", "schedule=gpipe"))
+    limit = limits(asked)[-1]
+    answer = found(asked, limit)
+    assert math.isinf(best(asked, limit))
+    assert answer is not None and answer.best.bytes is not None and answer.best.bytes.peak <= limit
 
 
 @pytest.mark.slow
@@ -270,6 +278,15 @@ def test_where_not_all_ways_of_cutting_are_tried_the_plan_is_nearly_best(asked: 
     assert ways(asked) > EXHAUSTIVE
     seconds, answer = compared(asked, tightness)
     assert answer is None or seconds * (1 - 1e-9) <= answer.best.seconds.total <= 1.02 * seconds
+
+
+@pytest.mark.parametrize("asked", FEW, ids=str)
+def test_no_pipeline_holds_less_than_its_bound(asked: Asked) -> None:
+    made, bounds = asked.problem, search(asked.problem).bounds
+    for one in everything(asked):
+        if one.variant.staging is not None:
+            in_flight = Uncut.of(one.variant, math.inf).in_flight(made.global_batch)
+            assert 0 < bounds.cut_bytes(one.variant, in_flight) <= one.peak_bytes
 
 
 @pytest.mark.parametrize("asked", [*FEW, *(pytest.param(one, marks=pytest.mark.slow) for one in MANY)], ids=str)

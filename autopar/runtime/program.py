@@ -192,6 +192,6 @@ def balanced(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
 }
