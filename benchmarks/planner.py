@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py                        every case
     python benchmarks/planner.py --only llama3-8b       those whose name contains it
+    python benchmarks/planner.py --growth               instead: time against devices, and against layers
 
 `wall` and `cpu` are those of the whole command `autopar plan`, imports and capture included; on a machine that does
 other work too, cpu is the one to compare. `peak` is the largest resident memory of that process.
@@ -10,6 +11,7 @@ other work too, cpu is the one to compare. `peak` is the largest resident memory
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from planning import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Case, gpt, plan
 
@@ -25,12 +27,27 @@ CASES = (
 )
 
 
+DEVICES = (8, 64, 512, 4096, 16384)
+LAYERS = (12, 24, 48, 96, 126)
+
+
+def grown() -> Iterator[Case]:
+    """Llama-3-8B on ever more devices, of 64 rows each at most; then ever more of its layers on 64."""
+    for devices in DEVICES:
+        yield Case(f"{devices} devices", LLAMA3_8B, f"{devices // 8}x8xh100", 8192, min(64 * devices, 16384))
+    for layers in LAYERS:
+        yield Case(f"{layers} layers", LLAMA3_8B | {"num_hidden_layers": layers}, "8x8xh100", 8192, 512)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", default="", help="cases whose name contains it")
-    chosen = [case for case in CASES if parser.parse_args().only in case.name]
+    parser.add_argument("--growth", action="store_true", help="time against devices, and against layers")
+    options = parser.parse_args()
+    every = tuple(grown()) if options.growth else CASES
+    chosen = [case for case in every if options.only in case.name]
     if not chosen:
-        parser.error(f"no such case; there are {'; '.join(case.name for case in CASES)}")
+        parser.error(f"no such case; there are {'; '.join(case.name for case in every)}")
     print(f"{'':22}{'wall s':>8}{'cpu s':>8}{'target s':>10}{'peak GiB':>10}        plan")
     missed = 0
     for case in chosen:

@@ -108,7 +108,8 @@ class Rehearser:
         keys = [_stage_key(number, parts) for number in range(len(parts))]
         if any(key not in self._stages for key in keys):
             scope = _names(self.lowered, self.dtype)
-            source = re.sub(r"from autopar\.runtime import \(.*?\)\n", "", text(), flags=re.S)
+            own = r"from autopar\.runtime import \(.*?\)\n|import torch\.nn\.functional as F\n"
+            source = re.sub(own, "", text(), flags=re.S)
             exec(compile(source, "program.py", "exec"), scope)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 if self._layers is None:
@@ -474,6 +475,7 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
 
     return {
         "__name__": "rehearsal",
+        "F": F if copies else _Fused(),
         "S": S,
         "R": R,
         "I": I,
@@ -484,6 +486,21 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
         "recompute": lambda layer, *inputs: layer(*inputs),
         **_collectives(axis.ranks, copies),
     }
+
+
+class _Fused:
+    """torch.nn.functional as CUDA has it: its fused attention drops out what it never writes down.
+
+    On the CPU, where programs are rehearsed, only attention without dropout is fused, and keeps as much.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+    def scaled_dot_product_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0, **options: Any
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, **options)
 
 
 # -- collectives: see autopar/runtime/collectives.py for what they are ------------------------------------------------

@@ -154,6 +154,7 @@ class Search:
         self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
         self.cutters: dict[int, Cutter] = {}
+        self.finer: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # under a memory budget
         self.finer_tries: Counter[Uncut] = Counter()
         self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
@@ -328,12 +329,33 @@ class Search:
         self.visited += 1
         if not self.cutter(settled).tries_all(item.count):
             self.ruled_s = min(self.ruled_s, bound)
-        self.queue_cuts(item, settled, played=False)
+        if not self.queue_cuts(item, settled, played=False) and pair.tp > 1:
+            self.shard_finer(item, settled, bound)
 
-    def queue_cuts(self, item: Uncut, settled: Settled, *, played: bool) -> None:
-        """Queue a pipeline with the stages that may be best for it."""
+    def shard_finer(self, item: Uncut, settled: Settled, bound: float) -> None:
+        """Queue a pipeline whose ranks cannot hold the fastest sharding, under another."""
+        pair = item.pair
+        for known in self.finer[pair.tp, pair.microbatch]:
+            if self.queue_cuts(item, replace(known, pair=pair), played=True):
+                return
+        if (variant := self.staged(item, settled)) is not None:
+            self.push(bound, Finer(variant))
+
+    def staged(self, item: Uncut, settled: Settled) -> Variant | None:
+        """The pipeline cut as if there were room, with all recompute there may be."""
+        cuts = next(self.cutter(settled).cuts(replace(item, room_bytes=math.inf)), None)
+        if cuts is None:
+            return None
+        none = tuple(0 for _ in settled.blocks)
+        staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
+        variant = Variant(settled, item.zero, item.group, none, staging)
+        return variant if self.problem.fix.get("recompute") == "none" else full_recompute(variant)
+
+    def queue_cuts(self, item: Uncut, settled: Settled, *, played: bool) -> bool:
+        """Queue a pipeline with the stages that may be best for it, if there are any."""
         full = self.problem.fix.get("recompute") == "full"
         cutter = self.cutter(settled)
+        found = False
         for cuts in cutter.cuts(item):
             none = tuple(0 for _ in settled.blocks)
             staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
@@ -354,6 +376,8 @@ class Search:
             if played:
                 seconds = step_seconds(self.problem, variant)
             self.push_unfitted(Candidate(variant, seconds, None, "", played, played, more, item.room_bytes))
+            found = True
+        return found
 
     def play(self, one: Candidate) -> None:
         """Price a pipeline by its schedule, then under the sharding that is best for it."""
@@ -371,9 +395,11 @@ class Search:
     def cutter(self, settled: Settled) -> Cutter:
         key = id(settled.lowered)
         if key not in self.cutters:
-            # layers hold about as much however they are sharded: one rehearsal tells where to cut
+            # layers hold about as much under all shardings that are fastest: one rehearsal tells where to cut
             first = self.first_cutters.get((settled.pair.tp, settled.pair.microbatch))
-            rehearsal = first.rehearsal if first else self.rehearsal(settled)
+            every = self.finer[settled.pair.tp, settled.pair.microbatch]
+            finer = any(one.lowered is settled.lowered for one in every)
+            rehearsal = first.rehearsal if first and not finer else self.rehearsal(settled)
             self.cutters[key] = Cutter(self.problem, settled, rehearsal)
         return self.cutters[key]
 
@@ -584,18 +610,20 @@ class Search:
     def cut_finer(self, variant: Variant) -> None:
         """Solve the pair again under a memory budget: parameters and activations are cut where they were whole.
 
-        A pipeline is cut into stages again; its budget is that of its fullest rank, which has a share of all elements.
+        A pipeline is cut into stages again. Its budget is that of its fullest rank: of the states a rank has a share,
+        and as many microbatches in flight as there are stages hold as much as one does in all of them.
         """
         pair, problem = variant.settled.pair, self.problem
         programme = self.programme(pair.tp, pair.microbatch)
         trial = variant
-        if trial.staging is not None:
-            same = Uncut.of(trial, math.inf)
-            self.finer_tries[same] += 1
-            if self.finer_tries[same] > FINER_TRIES:
+        uncut = Uncut.of(trial, self.limit) if trial.staging is not None else None
+        if uncut is not None:
+            self.finer_tries[uncut] += 1
+            if self.finer_tries[uncut] > FINER_TRIES:
                 return
-        now = self.bytes_of(trial)
-        per_element = now.static.total / max(1, trial.settled.elements)
+        by_rank = rank_bytes(problem, trial, self.rehearsed(trial))
+        now = max(by_rank, key=lambda held: held.peak)
+        per_element = sum(held.static.total for held in by_rank) / len(by_rank) / max(1, trial.settled.elements)
         terms = replace(
             self.terms(pair, variant.zero, variant.group),
             state_bytes=per_element,
@@ -612,10 +640,14 @@ class Search:
                 share /= 2
                 continue
             settled = settle(problem, pair, found)
-            if trial.staging is not None:
-                self.queue_cuts(Uncut.of(trial, self.limit), settled, played=True)
-                return
-            trial = replace(trial, settled=settled)
+            if uncut is None:
+                trial = replace(trial, settled=settled)
+            else:
+                self.finer[pair.tp, pair.microbatch].append(settled)
+                staged = None if self.queue_cuts(uncut, settled, played=True) else self.staged(uncut, settled)
+                if staged is None:
+                    return
+                trial = staged
             now = self.bytes_of(trial)
             seconds = step_seconds(problem, trial)
             if now.peak <= self.limit:
@@ -667,18 +699,13 @@ class Search:
         choices = [(pair, stage, size) for pair in pairs(problem) for stage, size in groups(problem, pair)]
         pair, stage, size = min(choices, key=lambda c: self.bounds.bytes(*c))
         settled = self.settled(pair, self.terms(pair, stage, size))
-        variant = Variant(settled, stage, size, self.most_layers(settled))
-        if pair.pp > 1:
-            schedule, virtual = next(
-                (one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1)
-            )
-            cuts = next(self.cutter(settled).cuts(Uncut(pair, stage, size, schedule, virtual, math.inf)), None)
-            if cuts is None:
-                raise BadInput(too_many_stages(problem.fix, pair.pp * virtual, len(self.cutter(settled))))
-            none = (tuple(0 for _ in settled.blocks),) * (len(cuts) + 1)
-            variant = replace(variant, staging=Staging(schedule, virtual, cuts, none))
-            if problem.fix.get("recompute") != "none":
-                variant = full_recompute(variant)
+        if pair.pp == 1:
+            self.reject(Variant(settled, stage, size, self.most_layers(settled)))
+            return
+        schedule, virtual = next((one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1))
+        variant = self.staged(Uncut(pair, stage, size, schedule, virtual, math.inf), settled)
+        if variant is None:
+            raise BadInput(too_many_stages(problem.fix, pair.pp * virtual, len(self.cutter(settled))))
         self.reject(variant)
 
     def reject(self, variant: Variant) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.memory import Case, LiveBytes, planned
+from costmodels.cluster import Cluster
 from gloo import Pool
+from passes.pipeline import PIPELINE
 from passes.rehearse import Rehearsal, Tracker, _collectives, rehearse
-from passes.state import made
+from passes.state import State, Task, made, run
 
 ROWS, WIDTH, INNER, LAYERS = 12, 16, 64, 3
 X, H = 4 * ROWS * WIDTH, 4 * ROWS * INNER  # bytes of [ROWS, WIDTH] and of [ROWS, INNER] in fp32
@@ -95,6 +98,31 @@ def test_parameters_come_in_the_order_of_the_model(rehearsal: Rehearsal) -> None
     layer = [(INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,)]
     assert [held.shape for held in rehearsal.parameters] == [(WIDTH,), *layer * LAYERS]
     assert [held.shape for held in rehearsal.root.parameters] == [(WIDTH,)]
+
+
+class Attending(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.scale = dropout, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x * self.scale).view(ROWS, 16, 2, 32).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout, is_causal=True).sum()
+
+
+@pytest.mark.parametrize(("cluster", "written_down"), [("1xh100", False), ("cpu:1", True)])
+def test_the_probabilities_of_attention_with_dropout_are_held_where_it_is_not_fused(
+    cluster: str, written_down: bool
+) -> None:
+    def saved(dropout: float) -> int:
+        batch = {"x": torch.randn(ROWS, 16 * 64)}
+        task = Task(Attending(dropout), batch, None, Cluster.preset(cluster), ROWS, "fp32", "adamw", {})
+        state = run(PIPELINE, State(task, lambda text: None, lambda: False))
+        text, lowered = made(state.program, "the program"), made(state.lowered, "the local program")
+        return rehearse(text, lowered, torch.float32)[0].root.forward[-1].live_bytes
+
+    probabilities = 4 * ROWS * 2 * 16 * 16
+    assert (saved(0.1) - saved(0.0) >= probabilities) == written_down
 
 
 def test_the_tracker_counts_views_once() -> None:
