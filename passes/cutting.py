@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, combinations, pairwise, product
+from typing import TypeAlias
 
 from costmodels.collectives import Collective
 from costmodels.memory import FP32_BYTES
@@ -30,6 +31,8 @@ EXHAUSTIVE = 300  # ways of cutting that are all tried
 HALVES = 16
 ROUNDS = 4
 MOST_POSITIONS = 400  # where the root can be cut
+Span: TypeAlias = tuple[int, int]  # of a stage, where it starts and ends in pieces
+_NOTHING = StageSeconds(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -148,22 +151,35 @@ class Cutter:
         ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
         return self._recomputed(uncut, list(pairwise((0, *ends))))
 
-    def _recomputed(self, uncut: Uncut, spans: Sequence[tuple[int, int]]) -> list[list[int]] | None:
+    def _recomputed(self, uncut: Uncut, spans: Sequence[Span]) -> list[list[int]] | None:
         """The same of stages by where they start and end in pieces."""
-        state_bytes = self._state_bytes(uncut)
-        layers = [self._layers(*span) for span in spans]
-        kept = [self._kept(*span) for span in spans]
-        found = [[0] * len(self.layers) for _ in spans]
-        for own, flying in zip(uncut.by_rank, uncut.in_flight(self.problem.global_batch), strict=True):
-            states = state_bytes * sum(self.elements[spans[k][1]] - self.elements[spans[k][0]] for k in own)
-            excess = states + self.transient + flying * sum(kept[k] for k in own) - uncut.room_bytes
-            excess += self.ending if len(spans) - 1 in own else 0
-            for b, k in product(self.order, own):
-                found[k][b] = self._enough(b, layers[k][b], flying, excess)
-                excess -= found[k][b] * flying * self.freed[b]
-            if excess > 0:
+        enough = self._by_rank(uncut)
+        found: dict[int, list[int]] = {}
+        for rank, own in enumerate(uncut.by_rank):
+            again = enough(rank, [spans[k] for k in own])
+            if again is None:
                 return None
-        return found
+            found |= zip(own, again, strict=True)
+        return [found[k] for k in range(len(spans))]
+
+    def _by_rank(self, uncut: Uncut) -> Callable[[int, Sequence[Span]], list[list[int]] | None]:
+        """What a rank must recompute in each of its stages; None where it cannot fit."""
+        state_bytes, blocks = self._state_bytes(uncut), len(self.layers)
+        in_flight = uncut.in_flight(self.problem.global_batch)
+        last = len(self.positions) + 1
+
+        def enough(rank: int, own: Sequence[Span]) -> list[list[int]] | None:
+            flying = in_flight[rank]
+            states = state_bytes * sum(self.elements[end] - self.elements[start] for start, end in own)
+            excess = states + self.transient + flying * sum(self._kept(*span) for span in own) - uncut.room_bytes
+            excess += self.ending if own[-1][1] == last else 0
+            found = [[0] * blocks for _ in own]
+            for b, k in product(self.order, range(len(own))):
+                found[k][b] = self._enough(b, self._layers(*own[k])[b], flying, excess)
+                excess -= found[k][b] * flying * self.freed[b]
+            return found if excess <= 0 else None
+
+        return enough
 
     @cache  # noqa: B019
     def _layers(self, start: int, end: int) -> tuple[int, ...]:
@@ -244,17 +260,30 @@ class Cutter:
             """Ranks go through their first stages together, then their second: each time the slowest sets the pace."""
             return m * sum(max(stages[k : k + uncut.pair.pp]) for k in range(0, uncut.count, uncut.pair.pp))
 
-        def step(ends: list[int]) -> float:
-            spans = list(pairwise((0, *ends)))
-            again = self._recomputed(uncut, spans)
+        enough = self._by_rank(uncut)
+
+        @cache
+        def of_rank(rank: int, own: tuple[Span, ...]) -> list[StageSeconds] | None:
+            again = enough(rank, own)
             if again is None:
-                return math.inf
-            every = []
-            for layers, (start, end) in zip(again, spans, strict=True):
+                return None
+            found = []
+            for layers, (start, end) in zip(again, own, strict=True):
                 forward = self.forward[end] - self.forward[start]
                 weight = self.weight[end] - self.weight[start]
                 backward = plainly(0, start, end) - forward + recompute_s(layers)
-                every.append(StageSeconds(forward, backward, backward - weight, weight))
+                found.append(StageSeconds(forward, backward, backward - weight, weight))
+            return found
+
+        def step(ends: list[int]) -> float:
+            spans = list(pairwise((0, *ends)))
+            every: list[StageSeconds] = [_NOTHING] * len(spans)
+            for rank, own in enumerate(uncut.by_rank):
+                found = of_rank(rank, tuple([spans[k] for k in own]))
+                if found is None:
+                    return math.inf
+                for k, one in zip(own, found, strict=True):
+                    every[k] = one
             least = least_seconds(every, uncut.ranks, m, split=uncut.split)
             return max(least, pace([one.forward + one.backward for one in every]))
 

@@ -155,6 +155,7 @@ class Search:
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
         self.cutters: dict[int, Cutter] = {}
         self.finer: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # under a memory budget
+        self.sharded_finer: set[tuple[int, int, int]] = set()  # tp, microbatch, pp
         self.finer_tries: Counter[Uncut] = Counter()
         self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
@@ -338,8 +339,17 @@ class Search:
         for known in self.finer[pair.tp, pair.microbatch]:
             if self.queue_cuts(item, replace(known, pair=pair), played=True):
                 return
-        if (variant := self.staged(item, settled)) is not None:
+        key = pair.tp, pair.microbatch, pair.pp
+        if key in self.sharded_finer:  # once, since it is dear and most are in vain
+            return
+        self.sharded_finer.add(key)
+        if (variant := self.staged(item, settled)) is not None and not self.is_beyond(variant):
             self.push(bound, Finer(variant))
+
+    def is_beyond(self, variant: Variant) -> bool:
+        """Whether a pipeline as it is cut fits under no sharding."""
+        in_flight = Uncut.of(variant, math.inf).in_flight(self.problem.global_batch)
+        return self.bounds.cut_bytes(variant, in_flight) > self.limit
 
     def staged(self, item: Uncut, settled: Settled) -> Variant | None:
         """The pipeline cut as if there were room, with all recompute there may be."""
@@ -365,7 +375,7 @@ class Search:
             if why := pipeline_refusal(self.problem, variant):
                 self.refused.append(why)
                 continue
-            if self.bounds.cut_bytes(variant, item.in_flight(self.problem.global_batch)) > self.limit:
+            if self.is_beyond(variant):
                 continue
             seconds = step_seconds(self.problem, variant, play=False)
             more = 0.0
