@@ -23,6 +23,7 @@ from costmodels.errors import AutoparError, BadInput, CaptureError, PlanMismatch
 from passes.plan import FIX_KEYS, VERSION, Plan
 
 if TYPE_CHECKING:
+    from autopar.report import MeasuredRun
     from autopar.target import Target
     from passes.pipeline import Compiled
 
@@ -129,16 +130,16 @@ def show(
     blocks: BlocksOption = False,
     json: JsonOption = None,
 ) -> int:
-    """Show a saved plan."""
-    from autopar.report import read_plan, write_text
+    """Show a saved plan and, of a folder whose program was run, what that measured."""
+    from autopar.report import read_plan, read_run, write_text
 
-    saved = read_plan(plan, any_version=True)
+    saved, measured = read_plan(plan, any_version=True), read_run(plan)
     if str(json) == "-":
         print(saved.to_json())
         return DONE
     if json is not None:
         write_text(json, saved.to_json() + "\n")
-    print(_rendered(saved, blocks), end="")
+    print(_rendered(saved, blocks, measured), end="")
     return DONE
 
 
@@ -366,10 +367,11 @@ def _launch(plan: Plan, program: Path) -> str:
     return f"torchrun --nnodes {ranks // per_node} --nproc-per-node {per_node} --rdzv-endpoint HOST:PORT {program}"
 
 
-def _rendered(plan: Plan, blocks: bool = False) -> str:
+def _rendered(plan: Plan, blocks: bool = False, measured: MeasuredRun | None = None) -> str:
     from autopar.report import render
 
-    return render(plan, blocks=blocks, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return render(plan, blocks=blocks, colour=colour, measured=measured)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -38,15 +38,43 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffe
 TITLES = {"adamw": "AdamW", "sgd": "SGD"}
 
 
+@dataclass(frozen=True)
+class HeldBytes:
+    """The fullest process of a pp rank, by CUDA's allocator."""
+
+    stage: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a program wrote about its own run (run.yaml, see autopar/runtime/launch.py)."""
+
+    date: str
+    device: str
+    torch: str
+    ranks: int
+    steps: int
+    step_time_s: float  # the median
+    fastest_step_s: float
+    slowest_step_s: float
+    memory: tuple[HeldBytes, ...] = ()  # nothing on CPUs
+
+
 # -- text -----------------------------------------------------------------------------------------------------------
 
 
-def render(plan: Plan, *, blocks: bool = False, colour: bool = False) -> str:
-    """The plan on one screen; with `blocks` also every block, the costliest collectives and where each rank is."""
+def render(plan: Plan, *, blocks: bool = False, colour: bool = False, measured: MeasuredRun | None = None) -> str:
+    """The plan on one screen; with `blocks` also every block, the costliest collectives and where each rank is.
+
+    `measured`: a run of its program, beside what the plan predicts.
+    """
     paragraphs = [
         [*_entry("model", _model(plan)), *_entry("cluster", _cluster(plan))],
         [*_entry("plan", _choice(plan)), *_entry("step", _step(plan))],
         _entry("memory", _memory(plan)),
+        _entry("measured", _measured(plan, measured) if measured is not None else ()),
         _entry("blocks", [*_blocks(plan.stages, SHOWN_BLOCKS if not blocks else None), *_spread(plan.stages)]),
         [_solver(plan), *_entry("next best", _alternatives(plan))],
         _entry("warnings", _warnings(plan.warnings, SHOWN_WARNINGS if not blocks else None)),
@@ -127,6 +155,26 @@ def _memory(plan: Plan) -> list[str]:
         used = f"{_in(fullest.peak_bytes, divisor)} of {_in(fullest.limit_bytes, divisor)} {unit}"
     where = f"   pp {fullest.stage}, the fullest of {len(plan.memory)}" if len(plan.memory) > 1 else ""
     return [f"{_bar(fullest)}  {used} per device{where}", *_wrapped(_parts(fullest, small_divisor), indent="")]
+
+
+def _measured(plan: Plan, run: MeasuredRun) -> list[str]:
+    """Time and memory of a run against the plan's."""
+    steps = f"median of {_number(run.steps, 'step')}, {_seconds(run.fastest_step_s)} to {_seconds(run.slowest_step_s)}"
+    where = f"{run.date[:10]}, {_number(run.ranks, 'rank')} on {run.device}, torch {run.torch}"
+    lines = [f"step {_seconds(run.step_time_s)} {_off(plan.step_time_s, run.step_time_s)}   {steps}"]
+    predicted = {one.stage: one.peak_bytes for one in plan.memory}
+    pairs = [(one, predicted[one.stage]) for one in run.memory if one.stage in predicted]
+    if pairs:
+        one, peak = max(pairs, key=lambda pair: pair[0].allocated_bytes)
+        stage = f" on pp {one.stage}" if len(pairs) > 1 else ""
+        held = f"peak {_bytes(one.allocated_bytes)}{stage} {_off(peak, one.allocated_bytes)}"
+        lines.append(f"{held}   {_bytes(one.reserved_bytes)} reserved")
+    return [*lines, where]
+
+
+def _off(predicted: float, measured: float) -> str:
+    """How far a prediction is from what was measured."""
+    return f"(predicted {100 * (predicted / measured - 1):+.1f} %)" if measured else ""
 
 
 def _bar(memory: StageMemory) -> str:
@@ -411,7 +459,7 @@ def _bytes(value: int) -> str:
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
-PLAN, PROGRAM = "plan.yaml", "program.py"
+PLAN, PROGRAM, RUN = "plan.yaml", "program.py", "run.yaml"
 
 
 def check_output_folder(folder: Path) -> None:
@@ -462,6 +510,17 @@ def read_plan(path: Path, *, any_version: bool = False) -> Plan:
     except _Unlike as fault:
         other = f" (made by autopar {version}, this is {VERSION})" if version != VERSION else ""
         raise BadInput(f"{file}: not a plan: {fault}{other}") from None
+
+
+def read_run(path: Path) -> MeasuredRun | None:
+    """What the program in a folder measured when it last ran, if it did. Raises BadInput where run.yaml is another."""
+    file = path / RUN
+    if not (path.is_dir() and file.exists()):
+        return None
+    try:
+        return _as(MeasuredRun, _mapping(file), "")
+    except _Unlike as fault:
+        raise BadInput(f"{file}: not what a program writes about its run: {fault}") from None
 
 
 def _mapping(file: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.report import check_output_folder, read_plan, render
+from autopar.report import HeldBytes, MeasuredRun, check_output_folder, read_plan, read_run, render
 from costmodels.errors import BadInput, PlanMismatch
 from passes.plan import (
     Alternative,
@@ -282,6 +282,29 @@ def test_what_is_no_plan_is_named(text: str, said: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(BadInput, match=said):
         read_plan(file)
+
+
+def test_a_run_stands_beside_what_was_predicted() -> None:
+    plan = pipeline_plan()
+    peaks = {one.stage: one.peak_bytes for one in plan.memory}
+    fullest = max(peaks, key=lambda stage: peaks[stage])
+    held = tuple(HeldBytes(stage, round(peak / 1.1), peak) for stage, peak in peaks.items())
+    run = MeasuredRun(
+        "2026-11-30T10:00:00+00:00", "NVIDIA H100", "2.13.0", 8, 3,
+        plan.step_time_s / 0.8, plan.step_time_s, 2 * plan.step_time_s, held,
+    )  # fmt: skip
+    text = render(plan, measured=run)
+    assert "(predicted -20.0 %)   median of 3 steps" in text
+    assert f" on pp {fullest} (predicted +10.0 %)" in text
+    assert "2026-11-30, 8 ranks on NVIDIA H100, torch 2.13.0" in text
+
+
+def test_a_folder_without_a_run_has_none_and_another_file_is_named(tmp_path: Path) -> None:
+    assert read_run(tmp_path) is None
+    (tmp_path / "run.yaml").write_text("date: today\n")
+    with pytest.raises(BadInput, match=r"run\.yaml: not what a program writes about its run: "):
+        read_run(tmp_path)
+    assert read_run(tmp_path / "run.yaml") is None  # only a plan's folder is looked at
 
 
 def test_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.report import read_run
 from autopar.runtime import I, Input, Layout, P, Program, R, S, ShardedModule, Trainer, init, main, mesh, recompute
 from autopar.runtime.module import Randomness, randomness
 
@@ -306,6 +307,7 @@ def run_program(folder, *arguments, **environment):
 
 def test_a_program_runs_by_itself_and_loads_what_it_is_given(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "plan.yaml").touch()
     torch.save({"shift": torch.tensor([1.0, 2.0, 2.0])}, tmp_path / "buffers.pt")
     torch.save({"w": torch.zeros(4, 3)}, tmp_path / "weights.pt")
     torch.save([{"x": torch.ones(8, 4)}], tmp_path / "data.pt")
@@ -315,6 +317,18 @@ def test_a_program_runs_by_itself_and_loads_what_it_is_given(tmp_path):
     first, second = done.stdout.splitlines()
     assert first.startswith("step    0   loss 9.000000   ") and first.endswith(" GiB")
     assert second.startswith("step    1   loss 8.85")  # w moves by 1e-3 * 2 * shift in each of 4 rows
+    measured = read_run(tmp_path)
+    assert measured is not None and (measured.ranks, measured.steps, measured.memory) == (1, 1, ())
+    assert measured.fastest_step_s == measured.step_time_s == measured.slowest_step_s
+    assert f"{measured.step_time_s:.3f} s" in second
+
+
+def test_without_a_plan_beside_it_a_program_writes_nothing(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torch.save({"shift": torch.ones(3)}, tmp_path / "buffers.pt")
+    done = run_program(tmp_path, "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["buffers.pt", "program.py"]
 
 
 def command_line(program, arguments):

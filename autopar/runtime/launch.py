@@ -1,13 +1,19 @@
-"""Runs a generated program: `torchrun --nproc-per-node N program.py [--steps N] [--device cpu|cuda]`."""
+"""Runs a generated program: `torchrun --nproc-per-node N program.py [--steps N] [--device cpu|cuda]`.
+
+What it measured goes into run.yaml, where there is a plan.yaml beside the program.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,6 +27,8 @@ from autopar.runtime.program import Batch, Program
 from autopar.runtime.trainer import Trainer
 
 BUFFERS = "buffers.pt"  # beside the program: what it needs besides parameters
+PLAN, RUN = "plan.yaml", "run.yaml"  # beside the program: what was predicted, and what it measured
+WARM_UP = 2  # steps that are not timed where others are: memory is allocated, communicators are opened
 
 
 def main(program: Program, argv: Sequence[str] | None = None) -> None:
@@ -41,13 +49,54 @@ def _train(program: Program, options: argparse.Namespace, folder: Path) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
+    seconds: list[float] = []
     for step in range(options.steps):
         began = time.perf_counter()
         loss = trainer.step(batches(step))
-        seconds = time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
         if dist.get_rank() == 0:
-            print(f"step {step:4d}   loss {loss:.6f}   {seconds:.3f} s   peak {_peak_gib():.2f} GiB", flush=True)
+            print(f"step {step:4d}   loss {loss:.6f}   {seconds[-1]:.3f} s   peak {_peak_gib():.2f} GiB", flush=True)
+    if seconds and (folder / PLAN).exists():
+        _record_run(folder / RUN, program, seconds)
     dist.destroy_process_group()
+
+
+def _record_run(file: Path, program: Program, seconds: Sequence[float]) -> None:
+    """Write what was measured, for `autopar show` to compare with the plan: of every pp rank the fullest process."""
+    cuda = mesh.current().device.type == "cuda"
+    held = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    where = mesh.axis("pp").rank if program.pp > 1 else 0
+    found: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(found, (where, *held))
+    if dist.get_rank() != 0:
+        return
+    timed = seconds[WARM_UP:] or seconds[-1:]
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "steps": len(timed),
+        "step_time_s": statistics.median(timed),
+        "fastest_step_s": min(timed),
+        "slowest_step_s": max(timed),
+    }
+    if cuda:  # of a CPU process only all of its memory is known, which no plan counts
+        facts["memory"] = [
+            {
+                "stage": stage,
+                "allocated_bytes": max(allocated for at, allocated, _ in found if at == stage),
+                "reserved_bytes": max(reserved for at, _, reserved in found if at == stage),
+            }
+            for stage in range(program.pp)
+        ]
+    text = "".join(f"{name}: {json.dumps(value)}\n" for name, value in facts.items())  # JSON values are YAML
+    try:
+        fresh = file.with_name(f".{file.name}-{os.getpid()}")
+        fresh.write_text(text)
+        os.replace(fresh, file)
+    except OSError as error:
+        print(f"{file} cannot be written: {error.strerror}; the run itself is complete", file=sys.stderr)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
