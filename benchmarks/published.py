@@ -9,8 +9,9 @@ tensors lie over tp, where stages begin). A record that says something this vers
 fp8), or does not say what it takes to plan, is skipped with the reason, never guessed.
 
 Times are given twice. By priors alone; and after one number was fitted for each (source, GPU): a factor on the speed
-of all compute, so that one row is predicted exactly. That row is the one of median model size among those with a time
-(the first of equals, in the order of the file), and is left out of the score.
+of all compute, so that one row is predicted exactly. That row is, of those with a time, models of 6 B and more if there
+are any, at the most frequent sequence length, the one of median size (the first of equals, in the order of the file).
+It is left out of the score.
 
 Memory is compared by its kind: `allocated` with the plan's peak, `reserved` with what the allocator holds for it, and
 `smi` with that and what lies outside the allocator.
@@ -26,9 +27,10 @@ import re
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,14 @@ from costmodels.cluster import EXPECTED_COMMUNICATORS, Cluster
 from costmodels.devices import GIB, Coefficients, Device, Efficiencies, device_named
 from costmodels.errors import AutoparError
 from costmodels.memory import outside_allocator_bytes
+from costmodels.schedules import Queue
+from passes.cutting import Cutter, Uncut
+from passes.lower import LocalCall
 from passes.pipeline import PIPELINE, problem_of
 from passes.search import Search
+from passes.sharding import Terms
 from passes.state import State, Task, run
+from passes.step import Pair, Settled, StepSeconds
 
 WORKERS = 2
 FEW = 3  # layers that are captured; the others are like them
@@ -50,6 +57,7 @@ FITTED_TO = 1e-3  # of the measured time
 FIT_STEPS = 6
 LARGE = 6.0  # billions of parameters
 TARGET_PERCENT = {"time": 8.0, "bias": 3.0, "source": 12.0}
+DEARER = 3.0  # times the work of a step: parameters, where all are cut
 WITHOUT_LIMIT = 2**50  # what a plan holds is compared afterwards
 
 # catalogue names; NVLink of an A800 or H800 is cut to 400 GB/s both ways (NVIDIA A800 data sheet)
@@ -95,7 +103,7 @@ class Row:
     """A run with its predictions."""
 
     run: Run
-    prior_s: float
+    prior: StepSeconds
     peak_bytes: int
     fits: bool
     calibrated_s: float | None = None
@@ -251,13 +259,41 @@ def captured(shape: Shape, rows: int) -> State:
     return replace(state, blocked=deepened(state.blocked, shape.layers))
 
 
-def predicted(run_: Run, speed: float = 1.0) -> tuple[float, int]:
-    """Seconds of a step and peak bytes of live tensors; `speed` is a factor on that of all compute."""
+class Even(Cutter):
+    """Stages of as many layers each as frameworks give them; where these do not divide, the ends have fewer."""
+
+    def cuts(self, uncut: Uncut) -> Iterator[tuple[int, ...]]:
+        calls = [i for i, s in enumerate(self.settled.lowered.root.statements) if isinstance(s, LocalCall)]
+        least, more = divmod(len(calls), uncut.count)
+        fewer = sorted(range(uncut.count), key=lambda k: -min(k + 1, uncut.count - k))
+        layers = [least + (k in fewer[:more]) for k in range(uncut.count)]
+        yield tuple(calls[end] for end in accumulate(layers[:-1]))
+
+
+class Recorded(Search):
+    """The search within a recorded plan.
+
+    What published runs cut over tp, they cut: a parameter element that a rank holds is priced so high that all of them
+    together cost more than all work, so that none stays whole for speed.
+    """
+
+    def cutter(self, settled: Settled) -> Cutter:
+        return Even(self.problem, settled, super().cutter(settled).rehearsal)
+
+    def terms(self, pair: Pair, zero: int, group: int) -> Terms:
+        dear = DEARER * self.bounds.seconds(pair) / max(1, self.problem.trained // pair.tp)
+        return replace(super().terms(pair, zero, group), element_s=dear)
+
+
+def predicted(run_: Run, speed: float = 1.0) -> tuple[StepSeconds, int]:
+    """A step and its peak bytes of live tensors; `speed` is a factor on that of all compute."""
     cluster = replace(run_.cluster, device=faster(run_.cluster.device, speed), memory_limit_bytes=WITHOUT_LIMIT)
     state = captured(run_.shape, run_.global_batch)
     state = replace(state, task=replace(state.task, cluster=cluster, fix=dict(run_.fix)))
-    found = Search(problem_of(state), lambda text: None, lambda: False).run()
-    return found.best.seconds.total, max(held.peak for held in found.by_rank)
+    # what was published ran on other pipelines than torch's, whose transfers hold up each other
+    problem = replace(problem_of(state), queue=Queue.FREE)
+    found = Recorded(problem, lambda text: None, lambda: False).run()
+    return found.best.seconds, max(held.peak for held in found.by_rank)
 
 
 def faster(device: Device, speed: float) -> Device:
@@ -286,7 +322,7 @@ def fitted_speed(run_: Run) -> float:
     speed, compute_share = 1.0, 1.0
     before: tuple[float, float] | None = None
     for _ in range(FIT_STEPS):
-        seconds, _ = predicted(run_, speed)
+        seconds = predicted(run_, speed)[0].total
         if abs(seconds / run_.measured_s - 1) < FITTED_TO:
             break
         if before is not None and before[0] != speed:
@@ -300,7 +336,7 @@ def fitted_speed(run_: Run) -> float:
 def calibrated(job: tuple[Run, float]) -> float | None:
     run_, speed = job
     try:
-        return predicted(run_, speed)[0]
+        return predicted(run_, speed)[0].total
     except AutoparError:
         return None
 
@@ -309,15 +345,18 @@ def calibrated(job: tuple[Run, float]) -> float | None:
 
 
 def calibration_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """The row of median model size of every (source, GPU)."""
+    """The row that each (source, GPU) is fitted to, as the head of this file says."""
     timed: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.run.measured_s is not None:
             timed[row.run.source, row.run.gpu].append(row)
     middle = {}
     for key, group in timed.items():
-        sizes = sorted(row.run.parameters_b for row in group)
-        middle[key] = next(r for r in group if r.run.parameters_b == sizes[(len(sizes) - 1) // 2])
+        large = [row for row in group if row.run.parameters_b >= LARGE] or group
+        ((usual, _),) = Counter(row.run.shape.sequence for row in large).most_common(1)
+        usual_ones = [row for row in large if row.run.shape.sequence == usual]
+        sizes = sorted(row.run.parameters_b for row in usual_ones)
+        middle[key] = next(r for r in usual_ones if r.run.parameters_b == sizes[(len(sizes) - 1) // 2])
     return middle
 
 
@@ -373,7 +412,7 @@ def held_gib(row: Row) -> float | None:
 
 
 def report(rows: Sequence[Row], skipped: Mapping[str, Counter[str]]) -> None:
-    prior, fitted = (lambda row: row.prior_s), (lambda row: None if row.calibration else row.calibrated_s)
+    prior, fitted = (lambda row: row.prior.total), (lambda row: None if row.calibration else row.calibrated_s)
     print("Time, % of the measured (cal: after one scalar per source and GPU, the calibration row left out)")
     print(f"{'source':30}{'GPU':22}{'rows':>5}{'MAPE':>8}{'median':>8}{'bias':>8}{'MAPE cal':>10}{'bias cal':>10}")
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -440,6 +479,7 @@ def main() -> None:
             runs.append(read(record))
         except Skipped as reason:
             skipped[record["source"]][str(reason)] += 1
+    order = {one.id: i for i, one in enumerate(runs)}
     runs.sort(key=lambda one: str(asdict(one.shape)))  # neighbours share a capture
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
         rows = []
@@ -448,6 +488,7 @@ def main() -> None:
                 rows.append(row)
             else:
                 skipped[run_.source][row] += 1
+        rows.sort(key=lambda row: order[row.run.id])
         middle = calibration_rows(rows)
         speeds = dict(
             zip(middle, pool.map(fitted_speed, [row.run for row in middle.values()], chunksize=1), strict=True)
@@ -466,8 +507,9 @@ def main() -> None:
         said = [
             {
                 "id": row.run.id,
-                "predicted_step_time_s": row.calibrated_s if row.calibrated_s is not None else row.prior_s,
-                "prior_step_time_s": row.prior_s,
+                "predicted_step_time_s": row.calibrated_s if row.calibrated_s is not None else row.prior.total,
+                "prior_step_time_s": row.prior.total,
+                "prior_time_s": asdict(row.prior),
                 "measured_step_time_s": row.run.measured_s,
                 "predicted_peak_bytes": row.peak_bytes,
                 "calibration": row.calibration,

@@ -14,7 +14,7 @@ from torch import nn
 
 from costmodels.cluster import Cluster
 from costmodels.errors import BadInput, NoPlanFits
-from costmodels.schedules import check
+from costmodels.schedules import Queue, check
 from passes.batch import batch_info, split_prologue
 from passes.blocks import Blocked, Call, block
 from passes.capture import COMPUTE_DTYPES, Captured, batch_leaves, capture
@@ -279,6 +279,8 @@ def problem_of(state: State) -> Problem:
         emission=open_emission(state),
         fix=task.fix,
         frozen=frozen(state),
+        # over NCCL torch posts all transfers of a rank to one stream; gloo has none
+        queue=Queue.RANK if task.cluster.device.kind == "cuda" else Queue.FREE,
     )
 
 

@@ -58,6 +58,7 @@ class Problem:
     emission: Emission  # with the choices still open
     fix: Fix
     frozen: frozenset[str]
+    queue: Queue  # where the transfers of a pipeline wait for each other
 
     @cached_property
     def at(self) -> Callable[[int], Blocked]:
@@ -492,12 +493,11 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
     A schedule repeats itself: of many microbatches only the first are played, and the last of their rounds counted as
     often as it recurs.
     """
-    queue = Queue.RANK if problem.cluster.device.kind == "cuda" else Queue.FREE  # gloo has no streams
     ranks = variant.settled.pair.pp
     seconds, sent = stage_seconds(every), transfers(problem, variant, every)
 
     def played(count: int) -> tuple[float, float]:
-        timeline = simulate(timetable(variant, count), seconds, sent, queue)
+        timeline = simulate(timetable(variant, count), seconds, sent, problem.queue)
         return timeline.bubble_s, timeline.exposed_s
 
     least = ROUNDS_PLAYED * ranks + microbatches % ranks
