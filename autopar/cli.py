@@ -1,4 +1,4 @@
-"""The command line: plan, show, generate, verify.
+"""The command line: plan, show, generate, dryrun, verify.
 
 Exit 0 = done, 1 = no plan fits or a check failed, 2 = bad input; errors are one sentence on stderr. Whatever takes
 long to import (torch, the solver) is imported inside the commands.
@@ -87,7 +87,7 @@ def _options(
         print(f"autopar {VERSION}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
-        raise BadInput("no command given: plan, show, generate or verify; see autopar --help")
+        raise BadInput("no command given: plan, show, generate, dryrun or verify; see autopar --help")
 
 
 @app.command()
@@ -184,6 +184,20 @@ def generate(
         _write(out, saved, loaded, made)
     print(f"{out}: written; to train: {_launch(made.plan, out / 'program.py')}")
     return DONE
+
+
+@app.command()
+def dryrun(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="what --out wrote")],
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="default: 0")] = 0,
+) -> int:
+    """Run the program of one rank on fake tensors, whatever the world size: memory and collectives against the plan."""
+    from autopar.dryrun import dryrun as run
+
+    with _progress() as progress:
+        found = run(folder, rank, progress)
+    print(found.text, end="")
+    return DONE if found.as_planned else FAILED
 
 
 @app.command()

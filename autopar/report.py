@@ -8,7 +8,7 @@ import os
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 import yaml
 
 from costmodels.errors import BadInput, PlanMismatch
-from passes.plan import VERSION, Alternative, BlockPlan, Plan, Schedule, Stage, StageMemory, Zero
+from passes.plan import VERSION, Alternative, BlockPlan, CollectiveUse, Plan, Schedule, Stage, StageMemory, Zero
 
 WIDTH = 100
 LABEL = 11  # columns
@@ -71,21 +71,21 @@ def render(plan: Plan, *, blocks: bool = False, colour: bool = False, measured: 
     `measured`: a run of its program, beside what the plan predicts.
     """
     paragraphs = [
-        [*_entry("model", _model(plan)), *_entry("cluster", _cluster(plan))],
-        [*_entry("plan", _choice(plan)), *_entry("step", _step(plan))],
-        _entry("memory", _memory(plan)),
-        _entry("measured", _measured(plan, measured) if measured is not None else ()),
-        _entry("blocks", [*_blocks(plan.stages, SHOWN_BLOCKS if not blocks else None), *_spread(plan.stages)]),
-        [_solver(plan), *_entry("next best", _alternatives(plan))],
-        _entry("warnings", _warnings(plan.warnings, SHOWN_WARNINGS if not blocks else None)),
+        [*entry("model", _model(plan)), *entry("cluster", _cluster(plan))],
+        [*entry("plan", _choice(plan)), *entry("step", _step(plan))],
+        entry("memory", _memory(plan)),
+        entry("measured", _measured(plan, measured) if measured is not None else ()),
+        entry("blocks", [*_blocks(plan.stages, SHOWN_BLOCKS if not blocks else None), *_spread(plan.stages)]),
+        [_solver(plan), *entry("next best", _alternatives(plan))],
+        entry("warnings", _warnings(plan.warnings, SHOWN_WARNINGS if not blocks else None)),
     ]
     if blocks:
-        paragraphs += [_entry("traffic", _collectives(plan)), _entry("ranks", _ranks(plan))]
+        paragraphs += [entry("traffic", _collectives(plan)), entry("ranks", _ranks(plan))]
     text = "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
     return _coloured(text) if colour else text
 
 
-def _entry(label: str, lines: Iterable[str]) -> list[str]:
+def entry(label: str, lines: Iterable[str]) -> list[str]:
     """Lines with the label before the first, and as much space before the others."""
     return [f"{label if i == 0 else '':{LABEL}}{line}".rstrip() for i, line in enumerate(lines)]
 
@@ -167,8 +167,8 @@ def _measured(plan: Plan, run: MeasuredRun) -> list[str]:
     if pairs:
         one, peak = max(pairs, key=lambda pair: pair[0].allocated_bytes)
         stage = f" on pp {one.stage}" if len(pairs) > 1 else ""
-        held = f"peak {_bytes(one.allocated_bytes)}{stage} {_off(peak, one.allocated_bytes)}"
-        lines.append(f"{held}   {_bytes(one.reserved_bytes)} reserved")
+        held = f"peak {bytes_for_people(one.allocated_bytes)}{stage} {_off(peak, one.allocated_bytes)}"
+        lines.append(f"{held}   {bytes_for_people(one.reserved_bytes)} reserved")
     return [*lines, where]
 
 
@@ -306,9 +306,14 @@ def _warnings(warnings: Sequence[str], most: int | None) -> list[str]:
 
 def _collectives(plan: Plan) -> list[str]:
     """The costliest collectives of a step."""
-    used = sorted(plan.collectives, key=lambda one: (-one.seconds, one.name, one.axis, one.tensor))
+    merged: dict[tuple[str, str, str, int], CollectiveUse] = {}  # what stages have in common
+    for one in plan.collectives:
+        key = one.name, one.axis, one.tensor, one.full_bytes
+        before = merged.get(key, replace(one, count=0, seconds=0.0))
+        merged[key] = replace(before, count=before.count + one.count, seconds=before.seconds + one.seconds)
+    used = sorted(merged.values(), key=lambda one: (-one.seconds, one.name, one.axis, one.tensor))
     rows = [
-        (one.name, one.axis, one.tensor, _bytes(one.full_bytes), f"{one.count:,} x", _seconds(one.seconds))
+        (one.name, one.axis, one.tensor, bytes_for_people(one.full_bytes), f"{one.count:,} x", _seconds(one.seconds))
         for one in used[:SHOWN_COLLECTIVES]
     ]
     widths = [min(40, max((len(row[i]) for row in rows), default=0)) for i in range(6)]
@@ -452,7 +457,7 @@ def _in(value: int, divisor: int) -> str:
     return f"{scaled:,.1f}" if scaled >= 0.05 or value == 0 else "<0.1"
 
 
-def _bytes(value: int) -> str:
+def bytes_for_people(value: int) -> str:
     unit, divisor = _byte_unit(value)
     return f"{_in(value, divisor)} {unit}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from costmodels.collectives import Collective
 from passes.lower import LocalOp, LocalRegion, Reshard
@@ -76,69 +77,67 @@ def words(region: LocalRegion, variant: Variant) -> str:
 
 
 def collective_uses(problem: Problem, variant: Variant) -> tuple[CollectiveUse, ...]:
-    """Every collective of a step with its cost, costliest first."""
-    lowered = variant.settled.lowered
-    axis = lowered.sharding.axis
-    m = variant.settled.pair.microbatches(problem.global_batch)
+    """Every collective of a step with its cost, of each pp rank, costliest first."""
     every = loads(problem, variant)
-    uses = [
-        CollectiveUse(
-            use.kind.value, use.axis.name, use.unit, use.full_bytes, use.per_pass * use.passes,
-            use.passes * use.seconds_per_pass,
-        )
-        for use in dp_uses(problem, variant)
-    ]  # fmt: skip
+    uses = [use for rank in range(len(variant.by_rank)) for use in _of_rank(problem, variant, rank, every)]
+    return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name, u.stage)))
+
+
+def _of_rank(problem: Problem, variant: Variant, rank: int, every: tuple[StageLoad, ...]) -> Iterator[CollectiveUse]:
+    """What the stages of one pp rank do."""
+    lowered, pair, own = variant.settled.lowered, variant.settled.pair, variant.by_rank[rank]
+    axis, m = lowered.sharding.axis, pair.microbatches(problem.global_batch)
+    for use in dp_uses(problem, variant, own):
+        count = use.per_pass * use.passes
+        seconds = use.passes * use.seconds_per_pass
+        yield CollectiveUse(use.kind.value, use.axis.name, use.unit, use.full_bytes, count, seconds, rank)
     if axis.ranks > 1:
-        counts = [len(block.paths) for block in lowered.program.blocks]
-        roots = [(part.region, 1) for part in variant.stages]
-        for region, count in (*roots, *zip(lowered.blocks, counts, strict=True)):
-            for statement in region.statements:
-                uses.extend(_uses(statement, axis, m * count))
-        for region, again in zip(lowered.blocks, variant.recompute, strict=True):
-            for statement in run_again(region):
-                uses.extend(_uses(statement, axis, m * again, backward=False) if again else ())
-        partial = sum(load.partial_bytes for load in every) // variant.shards
-        if partial:
-            uses.append(_use(axis, "all_reduce", "partial gradients", partial, 1))
-    if variant.staging is not None:
-        uses += _between_stages(problem, variant, every, m)
-    return tuple(sorted(uses, key=lambda u: (-u.seconds, u.tensor, u.name)))
+        for stage in own:
+            part = variant.stages[stage]
+            counts = Counter(call.block for call in part.calls)
+            regions = [(part.region, 1), *((lowered.blocks[b], counts[b]) for b in sorted(counts))]
+            for region, count in regions:
+                for statement in region.statements:
+                    yield from _uses(statement, axis, m * count, rank)
+            for region, again in zip(lowered.blocks, variant.recompute_by_stage[stage], strict=True):
+                for statement in run_again(region) if again else ():
+                    yield from _uses(statement, axis, m * again, rank, backward=False)
+        if partial := sum(every[stage].partial_bytes for stage in own):
+            yield _use(axis, "all_reduce", "partial gradients", partial, 1, rank)
+    for stage in own if variant.staging is not None else ():
+        yield from _sent(problem, variant, stage, m, rank)
+    if shared_bytes := sum(every[stage].shared_bytes for stage in own) // variant.shards:
+        seconds = shared_seconds(problem, variant, every)
+        yield CollectiveUse(Collective.ALL_REDUCE.value, "pp", "shared gradients", shared_bytes, 1, seconds, rank)
 
 
-def _between_stages(
-    problem: Problem, variant: Variant, every: tuple[StageLoad, ...], microbatches: int
-) -> list[CollectiveUse]:
-    """What every stage hands to the next, there and back, and sums of what stages share."""
-    uses = []
-    axis = pp_axis(problem, variant.settled.pair)
-    for k, part in enumerate(variant.stages[:-1]):
-        if variant.rank_of(k) == variant.rank_of(k + 1):
+def _sent(problem: Problem, variant: Variant, stage: int, microbatches: int, rank: int) -> Iterator[CollectiveUse]:
+    """What a stage hands to the next, and the gradients that it gives back."""
+    axis, part = pp_axis(problem, variant.settled.pair), variant.stages[stage]
+    forward = part.region.outputs if stage + 1 < len(variant.stages) and variant.rank_of(stage + 1) != rank else ()
+    back = part.received if stage and variant.rank_of(stage - 1) != rank else ()
+    for name, gradient in (*((name, False) for name in forward), *((name, True) for name in back)):
+        local = part.region.locals[name]
+        if gradient and not local.value.grad:
             continue
-        for name in part.region.outputs:
-            local = part.region.locals[name]
-            size = local_bytes(local.value, local.placement, variant.settled.pair.tp)
-            count = microbatches * (2 if local.value.grad else 1)
-            seconds = count * axis.seconds(Collective.SEND, size)
-            uses.append(CollectiveUse(Collective.SEND.value, "pp", name, size, count, seconds))
-    if shared_s := shared_seconds(problem, variant, every):
-        size = max(load.shared_bytes for load in every) // variant.shards
-        uses.append(CollectiveUse(Collective.ALL_REDUCE.value, "pp", "shared gradients", size, 1, shared_s))
-    return uses
+        size = local_bytes(local.value, local.placement, variant.settled.pair.tp)
+        seconds = microbatches * axis.seconds(Collective.SEND, size)
+        yield CollectiveUse(Collective.SEND.value, "pp", name, size, microbatches, seconds, rank)
 
 
-def _uses(statement: object, axis: Axis, count: int, backward: bool = True) -> list[CollectiveUse]:
+def _uses(statement: object, axis: Axis, count: int, rank: int, backward: bool = True) -> list[CollectiveUse]:
     if isinstance(statement, Reshard):
         there, back = collectives(statement.source, statement.target)
         kinds = [there] + ([back] if statement.value.grad and backward else [])
         size = statement.value.bytes
-        return [_use(axis, k.value, statement.value.name, size, count) for k in kinds if k is not None]
+        return [_use(axis, k.value, statement.value.name, size, count, rank) for k in kinds if k is not None]
     if isinstance(statement, LocalOp):
-        return [_use(axis, k.value, statement.op.name, size, count) for k, size in statement.strategy.inside]
+        return [_use(axis, k.value, statement.op.name, size, count, rank) for k, size in statement.strategy.inside]
     return []
 
 
-def _use(axis: Axis, name: str, tensor: str, size: int, count: int) -> CollectiveUse:
-    return CollectiveUse(name, axis.name, tensor, size, count, count * axis.seconds(Collective(name), size))
+def _use(axis: Axis, name: str, tensor: str, size: int, count: int, rank: int) -> CollectiveUse:
+    return CollectiveUse(name, axis.name, tensor, size, count, count * axis.seconds(Collective(name), size), rank)
 
 
 def alternatives(found: Found, global_batch: int) -> tuple[Alternative, ...]:

@@ -72,7 +72,7 @@ def _bytes_of_rank(
     inputs = sum(m * rehearsals[k].input_bytes + rehearsals[k].buffer_bytes for k in own)
     travelling = _travelling_bytes(variant, own, every)
     # gradients that are partial over tp are copied together to be summed; then the update
-    partial = sum(every[k].partial_bytes for k in own) // variant.shards if variant.settled.pair.tp > 1 else 0
+    partial = sum(every[k].partial_bytes for k in own) if variant.settled.pair.tp > 1 else 0
     parameters = [p for k in own for p in rehearsals[k].parameters]
     after = (min(partial, BUCKET_BYTES), update_bytes(problem, parameters, variant.shards))
     peaks = []

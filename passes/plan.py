@@ -150,7 +150,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective of the plan: what it moves, how often per step, and what it costs per step."""
+    """One collective of a pp rank: what it moves, how often per step, and what it costs per step."""
 
     name: str
     axis: str
@@ -158,6 +158,7 @@ class CollectiveUse:
     full_bytes: int
     count: int
     seconds: float
+    stage: int = 0  # the pp rank
 
 
 @dataclass(frozen=True)

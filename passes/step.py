@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, prod
@@ -79,7 +79,7 @@ class Problem:
         program = self.program
         paths = [*((b.paths[0], b.parameters, len(b.paths)) for b in program.blocks), ("", program.parameters, 1)]
         return tuple(
-            _unit(self, path, count, ((p, p.value.elements) for p in parameters)) for path, parameters, count in paths
+            _unit(self, path, count, ((p, p.value.sizes) for p in parameters)) for path, parameters, count in paths
         )
 
     @property
@@ -145,6 +145,12 @@ class Unit:
     elements: int
     trained: int
     count: int
+    parameters: tuple[tuple[int, int, bool], ...] = ()  # of each: its first dim, elements beside it, if it is trained
+
+    def padded(self, shards: int) -> tuple[int, int]:
+        """Elements, and those that are trained, with every first dim filled up so that `shards` divides it."""
+        more = [(-first % shards * rest, trained) for first, rest, trained in self.parameters]
+        return self.elements + sum(n for n, _ in more), self.trained + sum(n for n, trained in more if trained)
 
 
 @dataclass(frozen=True)
@@ -259,7 +265,7 @@ class StageLoad:
     seconds: RegionSeconds
     again: float  # of running recomputed layers a second time
     units: tuple[Unit, ...]  # per block, then the rest
-    partial_bytes: int  # gradients that are summed over tp once per step, before ZeRO cuts them
+    partial_bytes: int  # gradients that are summed over tp once per step, of a rank's shard
     sent_bytes: int  # of what the next stage receives; gradients come back for as many
     shared_bytes: int  # gradients of parameters that other ranks hold too
 
@@ -317,19 +323,18 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
 
 def unit(problem: Problem, region: LocalRegion, tp: int, path: str, count: int) -> Unit:
     """The parameters of one region on one rank."""
-    return _unit(problem, path, count, ((p, prod(local_shape(at, p.value.sizes, tp))) for p, at in region.parameters))
+    return _unit(problem, path, count, ((p, local_shape(at, p.value.sizes, tp)) for p, at in region.parameters))
 
 
-def _unit(problem: Problem, path: str, count: int, held: Iterable[tuple[Parameter, int]]) -> Unit:
-    """Of parameters with the elements that a rank holds of each."""
-    elements = trained = 0
-    for parameter, own in held:
-        if parameter.buffer:
-            continue
-        elements += own
-        full = f"{path}.{parameter.name}" if path else parameter.name
-        trained += own if full not in problem.frozen else 0
-    return Unit(elements, trained, count)
+def _unit(problem: Problem, path: str, count: int, held: Iterable[tuple[Parameter, tuple[int, ...]]]) -> Unit:
+    """Of parameters with the shape that a rank holds of each."""
+    found = []
+    for parameter, shape in held:
+        if not parameter.buffer:
+            full = f"{path}.{parameter.name}" if path else parameter.name
+            found.append((shape[0] if shape else 1, prod(shape[1:]), full not in problem.frozen))
+    elements = sum(first * rest for first, rest, _ in found)
+    return Unit(elements, sum(first * rest for first, rest, trained in found if trained), count, tuple(found))
 
 
 def run_again(region: LocalRegion) -> tuple[Statement, ...]:
@@ -382,11 +387,12 @@ def loads(problem: Problem, variant: Variant) -> tuple[StageLoad, ...]:
     """What every stage of a variant does on its rank."""
     settled = variant.settled
     if variant.staging is None:
+        partial = sum(partial_bytes(region, variant.shards) * count for region, count in settled.lowered.regions())
         seconds = settled.root
         for region, one in zip(settled.blocks, settled.units, strict=False):
             seconds += region.times(one.count)
         again = sum(k * one for k, one in zip(variant.recompute, settled.again, strict=True))
-        return (StageLoad(seconds, again, settled.units, settled.partial_bytes, 0, 0),)
+        return (StageLoad(seconds, again, settled.units, partial, 0, 0),)
     both = shared(variant.stages)
     return tuple(
         _load(problem, variant, part, again, both)
@@ -409,8 +415,8 @@ def _load(
         seconds += settled.blocks[b].times(count)
     units = [replace(settled.units[b], count=counts[b]) for b in range(len(program.blocks))]
     units.append(unit(problem, part.region, tp, "", 1))
-    partial = partial_bytes(part.region)
-    partial += sum(partial_bytes(settled.lowered.blocks[b]) * count for b, count in counts.items())
+    partial = partial_bytes(part.region, variant.shards)
+    partial += sum(partial_bytes(settled.lowered.blocks[b], variant.shards) * n for b, n in counts.items())
     own = {p.name: 4 * prod(local_shape(lies, p.value.sizes, tp)) for p, lies in part.region.parameters if p.value.grad}
     elsewhere = {name for name, numbers in both.items() if len({variant.rank_of(n) for n in numbers}) > 1}
     sent = 0
@@ -427,9 +433,10 @@ def _load(
     )
 
 
-def partial_bytes(region: LocalRegion) -> int:
-    """Gradients of a region that come in parts on the ranks of tp, in fp32."""
-    return sum(p.value.elements * 4 for p, placement in region.parameters if placement is R)
+def partial_bytes(region: LocalRegion, shards: int = 1) -> int:
+    """Gradients of a region that come in parts on the ranks of tp, in fp32: a rank's share of the ZeRO group's."""
+    shapes = [p.value.sizes or (1,) for p, placement in region.parameters if placement is R]
+    return sum(4 * ceil(first / shards) * prod(rest) for first, *rest in shapes)
 
 
 def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> StepSeconds:
@@ -452,7 +459,7 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
             seconds += every[stage].seconds
         units = tuple(unit for stage in own for unit in every[stage].units)
         uses = _dp_uses(problem, pair, variant.zero, variant.group, units)
-        sums = sum(every[stage].partial_bytes for stage in own) // shards
+        sums = sum(every[stage].partial_bytes for stage in own)
         once.append((
             dp_seconds(problem, uses, seconds.compute),
             update_seconds(problem, sum(every[stage].trained for stage in own), shards),
@@ -605,13 +612,14 @@ class DataParallelUse:
         return self.per_pass * self.axis.seconds(self.kind, self.full_bytes)
 
 
-def dp_uses(problem: Problem, variant: Variant) -> tuple[DataParallelUse, ...]:
+def dp_uses(problem: Problem, variant: Variant, own: Sequence[int]) -> tuple[DataParallelUse, ...]:
     """What the engine runs over dp: gradients reduced in fp32, parameters gathered in the compute dtype, by unit.
 
     Stage 1 reduces once per step, stage 2 after every microbatch; both gather once. Stage 3 gathers for every forward
-    and, but for the root, for every backward. Of every pipeline stage, one after the other.
+    and, but for the root, for every backward. Of the stages of one pp rank, one after the other.
     """
-    units = tuple(unit for load in loads(problem, variant) for unit in load.units)
+    every = loads(problem, variant)
+    units = tuple(unit for stage in own for unit in every[stage].units)
     return _dp_uses(problem, variant.settled.pair, variant.zero, variant.group, units)
 
 
@@ -634,7 +642,8 @@ def _dp_uses(
             uses.append(DataParallelUse(kind, axis, name, size, unit.count, passes, backward))
 
     for name, unit in zip(names, units, strict=True):
-        gradients, parameters = 4 * unit.trained, problem.compute_bytes * unit.elements
+        elements, trained = unit.padded(shards)
+        gradients, parameters = 4 * trained, problem.compute_bytes * elements
         add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
         add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, reductions, True)
         add(Collective.ALL_GATHER, inner, name, parameters, unit, m if stage == 3 else 1, False)

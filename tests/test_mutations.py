@@ -354,6 +354,7 @@ def test_data_parallel_traffic_is_what_is_priced(gloo, fix):
 # -- fits -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)  # eight searches, three of them through everything
 @pytest.mark.parametrize("name", ("mlp", pytest.param("llama", marks=pytest.mark.slow)))
 def test_no_plan_exceeds_the_limit(name):
     free = planned(CASES[name], "", 4)

@@ -131,6 +131,11 @@ class Trainer:
         `batch` is the global batch, the same on every rank, by input name or in the order of the inputs; with
         `sharded` the rows of this data-parallel rank alone.
         """
+        return self.advance(batch, sharded)()
+
+    @_on_its_mesh
+    def advance(self, batch: Batch, sharded: bool = False) -> Callable[[], float]:
+        """The step alone; a function that waits for its loss."""
         loss = self._backward(batch, sharded)
         if self.clip_grad_norm is not None:
             found = self._gradients()
@@ -138,7 +143,7 @@ class Trainer:
             gradients.clip(found.values(), self._norm, self.clip_grad_norm)
         self.optimizer.step()
         self.steps += 1
-        return loss()
+        return loss
 
     @_on_its_mesh
     def backward(self, batch: Batch, sharded: bool = False) -> float:

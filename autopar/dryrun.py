@@ -1,0 +1,417 @@
+"""DRY RUN: one rank's real program, whole optimizer steps of it, on fake tensors in a fake process group of any size.
+
+What it does not know is said in `DryRun.notes`: gloo's copies, the allocator, kernels that choose by device. Tried with
+torch 2.13; the fake process group and the way FSDP frees storages are private there.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.job import load_program
+from autopar.report import PROGRAM, bytes_for_people, entry, read_plan
+from autopar.runtime import mesh
+from autopar.runtime.engine import is_replicated
+from autopar.runtime.program import Program
+from autopar.runtime.trainer import Trainer
+from costmodels.errors import AutoparError, BadInput
+from passes.plan import Plan
+
+# of c10d's operators: what the collective is, and where the tensors that are the full one stand
+KINDS: dict[str, tuple[str, Callable[[tuple[Any, ...]], Any]]] = {
+    "allreduce_": ("all_reduce", lambda args: args[0]),
+    "allreduce_coalesced_": ("all_reduce", lambda args: args[0]),
+    "_allgather_base_": ("all_gather", lambda args: args[0]),
+    "allgather_into_tensor_coalesced_": ("all_gather", lambda args: args[0]),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda args: args[1]),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", lambda args: args[1]),
+    "alltoall_base_": ("all_to_all", lambda args: args[1]),
+    "broadcast_": ("broadcast", lambda args: args[0]),
+    "send": ("send", lambda args: args[0]),
+}
+TOLERANCE = 0.03  # of the plan's peak
+UNEVEN = 0.01  # of the plan's bytes
+SMALL_BYTES = 64  # sums of losses and counts, which no plan lists
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A kind of collective of one axis in a step of this rank."""
+
+    name: str
+    axis: str
+    count: int
+    full_bytes: int  # of all of them together
+
+    def is_as(self, planned: Traffic | None) -> bool:
+        """Plans are for the fullest rank: where shards are uneven, others have a row less."""
+        if planned is None or self.count != planned.count:
+            return False
+        return (1 - UNEVEN) * planned.full_bytes <= self.full_bytes <= planned.full_bytes
+
+    @property
+    def said(self) -> str:
+        return f"{self.count:,} x, {bytes_for_people(self.full_bytes)}"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank does and holds in an optimizer step."""
+
+    rank: int
+    place: tuple[tuple[str, int], ...]  # its coordinate on each axis
+    peak_bytes: int
+    predicted_bytes: int  # the plan's
+    held: tuple[tuple[str, int], ...]  # what fills it at the peak, by category
+    where: str  # the line at the peak
+    traffic: tuple[Traffic, ...]
+    predicted_traffic: tuple[Traffic, ...]  # the plan's
+    notes: tuple[str, ...]
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether it holds no more than the plan says, and runs the very collectives."""
+        planned = {(one.name, one.axis): one for one in self.predicted_traffic}
+        same = {(one.name, one.axis) for one in self.traffic} == planned.keys()
+        same = same and all(one.is_as(planned[one.name, one.axis]) for one in self.traffic)
+        return same and self.peak_bytes <= (1 + TOLERANCE) * self.predicted_bytes
+
+    @property
+    def text(self) -> str:
+        """For people, against the plan."""
+        place = "  ".join(f"{name} {at}" for name, at in self.place)
+        off = 100 * (self.predicted_bytes / self.peak_bytes - 1)
+        held, planned_for = bytes_for_people(self.peak_bytes), bytes_for_people(self.predicted_bytes)
+        peak = f"{held} at the peak; the plan says {planned_for} ({off:+.1f} %)"
+        parts = "  ".join(f"{name} {bytes_for_people(size)}" for name, size in self.held)
+        planned = {(one.name, one.axis): one for one in self.predicted_traffic}
+        lines = []
+        for one in self.traffic:
+            plan = planned.pop((one.name, one.axis), None)
+            same = "as planned" if one.is_as(plan) else f"the plan says {plan.said}" if plan else "not in the plan"
+            lines.append(f"{one.name:15}{one.axis:14}{one.said:24}{same}")
+        lines += [f"{one.name:15}{one.axis:14}{'never':24}the plan says {one.said}" for one in planned.values()]
+        paragraphs = (
+            entry("rank", [f"{self.rank}   {place}"]),
+            entry("memory", [peak, parts, f"at {self.where}"]),
+            entry("traffic", lines or ["none"]),
+            entry("notes", self.notes),
+        )
+        return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+
+
+def dryrun(folder: Path, rank: int = 0, progress: Callable[[str], None] = lambda text: None) -> DryRun:
+    """Run the program in `folder` as `rank` of its world; once in a process, since torch remembers groups by name.
+
+    Raises BadInput where there is no program, or no such rank, AutoparError where torch cannot do it.
+    """
+    plan = read_plan(folder)
+    file = folder / PROGRAM
+    if not folder.is_dir() or not file.is_file():
+        raise BadInput(f"{folder}: there is no {PROGRAM} in it")
+    program = load_program(file.read_text(), str(file))
+    if is_replicated(program):
+        raise AutoparError(
+            "a dry run is not possible under DistributedDataParallel, which cannot reduce fake tensors (torch 2.13): "
+            "plan in bf16, or with zero=1"
+        )
+    world = plan.mesh.devices
+    if not 0 <= rank < world:
+        raise BadInput(f"--rank {rank}: the program is for {world} ranks, 0 to {world - 1}")
+    with _fake_world(rank, world) as axes, _kernels_of(plan):
+        mesh.init(program.mesh if "dp" in program.mesh else {"dp": 1, **program.mesh}, "cpu")
+        place = tuple((name, axis.rank) for name, axis in mesh.current().axes.items())
+        axes |= {axis.group.group_name: name for name, axis in mesh.current().axes.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            progress("building the model")
+            trainer = Trainer(program, device="cpu")
+            trainer._missing_buffers.clear()  # their values are never read
+            batch = _batch(program)
+            progress("the first step, in which the optimizer makes its states")
+            trainer.advance(batch)
+            progress("a step, in which memory is followed")
+            with _Follower(trainer, axes) as first:
+                trainer.advance(batch)
+            progress("the same step again, up to its fullest moment")
+            with _Follower(trainer, axes, stop_at=first.peak_at) as second:
+                trainer.advance(batch)
+    stage = dict(place).get("pp", 0)
+    return DryRun(
+        rank=rank,
+        place=place,
+        peak_bytes=first.peak,
+        predicted_bytes=next(one.peak_bytes for one in plan.memory if one.stage == stage),
+        held=second.held,
+        where=second.where,
+        traffic=first.traffic(),
+        predicted_traffic=_predicted(plan, stage),
+        notes=_notes(plan),
+    )
+
+
+def _predicted(plan: Plan, stage: int) -> tuple[Traffic, ...]:
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for use in plan.collectives:
+        if use.stage != stage:
+            continue
+        counts[use.name, use.axis] += use.count
+        sizes[use.name, use.axis] += use.count * use.full_bytes
+    return tuple(Traffic(name, axis, counts[name, axis], size) for (name, axis), size in sorted(sizes.items()))
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    return ("gloo's own copies are not seen",) if plan.cluster.device == "cpu" else ()
+
+
+def _batch(program: Program) -> dict[str, Tensor]:
+    """A global batch whose values nobody looks at."""
+    return {
+        one.name: torch.empty((program.rows, *one.shape) if one.rows else one.shape, dtype=getattr(torch, one.dtype))
+        for one in program.inputs
+    }
+
+
+# -- the fake world ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[dict[str, str]]:
+    """A process group in which this process is `rank` of `size`, and collectives do nothing.
+
+    Gives the axes of groups by their names, as far as the mesh does not know them: these come to it as they are made.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise BadInput("a dry run needs a process of its own: a process group is initialised here")
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    def own_to_all(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
+        found[:] = [own] * len(found)
+
+    exchange = dist.batch_isend_irecv
+
+    def arrived(ops: list[dist.P2POp]) -> list[_Arrived]:
+        exchange(ops)
+        return [_Arrived() for _ in ops]
+
+    axes: dict[str, str] = {}
+    shard_mesh, along = mesh.shard_mesh, mesh.along
+
+    # meshes hold the numbers of ranks, which must be read
+    def really_shard_mesh(group: int) -> DeviceMesh:
+        with unset_fake_temporarily():
+            made = shard_mesh(group)
+            if made.ndim > 1:
+                axes.update((made.get_group(name).group_name, name) for name in made.mesh_dim_names or ())
+            return made
+
+    def really_along(name: str, places: Sequence[int]) -> dist.ProcessGroup:
+        with unset_fake_temporarily():
+            made = along(name, places)
+            axes[made.group_name] = name
+            return made
+
+    def agreed(schedule: Any, stages: Iterable[Any], *_: Any, **__: Any) -> None:
+        """What ranks agree on before a pipeline's first step: shapes are known."""
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", agreed))
+        stack.enter_context(patch.object(dist, "all_gather_object", own_to_all))
+        stack.enter_context(patch.object(dist, "batch_isend_irecv", arrived))
+        stack.enter_context(patch.object(mesh, "shard_mesh", really_shard_mesh))
+        stack.enter_context(patch.object(mesh, "along", really_along))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield axes
+        finally:
+            dist.destroy_process_group()
+
+
+class _Arrived:
+    """The work of a transfer that is over; that of the fake process group never says so."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+@contextmanager
+def _kernels_of(plan: Plan) -> Iterator[None]:
+    """On CUDA attention is fused with its dropout, on the CPU, where a dry run is, only without; both keep as much."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def without_dropout(*operands: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:
+        return attention(*operands, **options)
+
+    if plan.cluster.device == "cpu":
+        yield
+        return
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", without_dropout):
+        yield
+
+
+# -- following --------------------------------------------------------------------------------------------------------
+
+
+class _Follower(TorchDispatchMode):
+    """Follows the bytes of live storages and the collectives of one step; takes stock at operator `stop_at`."""
+
+    def __init__(self, trainer: Trainer, axes: Mapping[str, str], stop_at: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trainer, self.axes, self.stop_at = trainer, axes, stop_at
+        self.sizes: dict[int, int] = {}
+        self.live = self.peak = self.count = self.peak_at = 0
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.held: tuple[tuple[str, int], ...] = ()
+        self.where = ""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here
+
+    def __enter__(self) -> _Follower:
+        for tensor in (*self.parameters(), *self.states(), *self.trainer.model.buffers()):
+            self.watch(tensor)
+        follower = self
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            follower.resized(storage)
+            return done
+
+        self.patched = patch.object(torch.UntypedStorage, "resize_", resized)
+        self.patched.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.patched.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.collective(func, args)
+        for tensor in _tensors(out):
+            self.watch(tensor)
+        self.look()
+        return out
+
+    def look(self) -> None:
+        """After every operator, and whenever a storage grows."""
+        self.count += 1
+        if self.live > self.peak:
+            self.peak, self.peak_at = self.live, self.count
+        if self.count == self.stop_at:
+            self.take_stock()
+
+    def watch(self, tensor: Tensor) -> None:
+        storage = _local(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.live += self.sizes[key]
+            weakref.finalize(storage, self.release, key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP empties the storages of parameters that it gathers again."""
+        key = storage._cdata
+        if key in self.sizes:
+            self.live += storage.nbytes() - self.sizes[key]
+            self.sizes[key] = storage.nbytes()
+            self.look()
+
+    def release(self, key: int) -> None:
+        self.live -= self.sizes.pop(key, 0)
+
+    def collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func._schema.name.removeprefix("c10d::")
+        if name not in KINDS:
+            return
+        kind, full = KINDS[name]
+        size = sum(t.numel() * t.element_size() for t in _tensors(full(args)))
+        if size <= SMALL_BYTES:
+            return
+        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        axis = self.axis_of(group, kind)
+        self.counts[kind, axis] += 1
+        self.bytes[kind, axis] += size
+
+    def axis_of(self, group: Any, kind: str) -> str:
+        """The axis as plans name it: on dp, what is gathered and scattered is sharded, what is reduced replicated."""
+        name = self.axes[dist.ProcessGroup.unbox(group).group_name]
+        return name if name != "dp" else "dp_replicate" if kind == "all_reduce" else "dp_shard"
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        return tuple(Traffic(*key, self.counts[key], size) for key, size in sorted(self.bytes.items()))
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
+
+    def states(self) -> list[Tensor]:
+        found = self.trainer.optimizer.state.values()
+        return [value for state in found for value in state.values() if isinstance(value, Tensor)]
+
+    def take_stock(self) -> None:
+        """What is live now by category, and the line that runs."""
+        kinds = {
+            "parameters": self.parameters(),
+            "gradients": [p.grad for p in self.parameters() if p.grad is not None],
+            "optimizer": self.states(),
+        }
+        left = dict(self.sizes)
+        held = []
+        for name, tensors in kinds.items():
+            keys = {_local(t).untyped_storage()._cdata for t in tensors}
+            held.append((name, sum(left.pop(key, 0) for key in keys)))
+        self.held = (*held, ("activations and buffers", sum(left.values())))
+        self.where = _line()
+
+
+def _line() -> str:
+    """Where the program is: its own line if one is on the stack, else the last line of the runtime."""
+    frames = traceback.extract_stack()
+    ours = [f for f in frames if f.filename.endswith(PROGRAM)]
+    runtime = [f for f in frames if f"{os.sep}runtime{os.sep}" in f.filename]
+    frame = (ours or runtime or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
