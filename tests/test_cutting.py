@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from costmodels.cluster import Cluster
 from costmodels.schedules import Queue, StageSeconds, held, least_seconds, simulate
 from passes import step
 from passes.cutting import HALVES, Cutter
@@ -131,12 +130,12 @@ MANY = [
 ]
 
 
-def waited(args: tuple[str, int, int, int], seed: int, transfer_s: float, cluster: str) -> tuple[float, float]:
+def waited(args: tuple[str, int, int, int], seed: int, transfer_s: float, queue: Queue) -> tuple[float, float]:
     name, p, v, _ = args
     stages = unequal(p * v, seed)
     pair = SimpleNamespace(pp=p)
     variant = Variant(cast(Any, SimpleNamespace(pair=pair)), 0, 1, (), Staging(name, v, (), ()))
-    problem = cast(Any, SimpleNamespace(cluster=Cluster.preset(cluster)))
+    problem = cast(Any, SimpleNamespace(queue=queue))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "stage_seconds", lambda every: stages)
         patch.setattr(step, "transfers", lambda *_: [transfer_s] * (p * v - 1))
@@ -144,17 +143,17 @@ def waited(args: tuple[str, int, int, int], seed: int, transfer_s: float, cluste
 
 
 @pytest.mark.parametrize("transfer_s", [0.0, 0.3])
-@pytest.mark.parametrize("cluster", ["4xh100", "cpu:4"])
+@pytest.mark.parametrize("queue", [Queue.RANK, Queue.FREE], ids=lambda queue: queue.name.lower())
 @pytest.mark.parametrize("args", MANY, ids=lambda args: "-".join(map(str, args)))
-def test_rounds_counted_are_rounds_played(args: tuple[str, int, int, int], cluster: str, transfer_s: float) -> None:
+def test_rounds_counted_are_rounds_played(args: tuple[str, int, int, int], queue: Queue, transfer_s: float) -> None:
     for seed in range(4):
-        counted = waited(args, seed, transfer_s, cluster)
+        counted = waited(args, seed, transfer_s, queue)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step, "ROUNDS_PLAYED", 10**6)
-            played = waited(args, seed, transfer_s, cluster)
+            played = waited(args, seed, transfer_s, queue)
         assert counted == pytest.approx(played, rel=1e-9, abs=1e-9), seed
 
 
 def test_rounds_are_counted_where_fewer_microbatches_would_be_refused() -> None:
     assert not refusal("interleaved", 8, 2, 63)
-    assert waited(("interleaved", 8, 2, 63), 0, 0.0, "4xh100")[0] > 0
+    assert waited(("interleaved", 8, 2, 63), 0, 0.0, Queue.RANK)[0] > 0

@@ -62,9 +62,7 @@ def command(*words: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-HELD_MORE = pytest.mark.xfail(
-    strict=True, reason="the last stage holds up to 4.5 % more than planned, docs/accuracy.md"
-)
+HELD_MORE = pytest.mark.xfail(strict=True, reason="holds up to 4.5 % more, docs/accuracy.md")
 IN_FP32 = [
     pytest.param(model, fix, "fp32", marks=[pytest.mark.slow, *[HELD_MORE] * ("pp=2" in fix and model != "llama")])
     for model, fix in PLANS
