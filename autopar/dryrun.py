@@ -402,7 +402,8 @@ def _line() -> str:
     ours = [f for f in frames if f.filename.endswith(PROGRAM)]
     runtime = [f for f in frames if f"{os.sep}runtime{os.sep}" in f.filename]
     frame = (ours or runtime or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    name = frame.filename if ours else os.path.join(*Path(frame.filename).parts[-3:])
+    return f"{name}:{frame.lineno}: {frame.line}"
 
 
 def _local(tensor: Tensor) -> Tensor:

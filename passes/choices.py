@@ -75,7 +75,7 @@ def stagings(problem: Problem, pair: Pair, zero: int) -> list[tuple[str, int]]:
             continue
         if name == "gpipe" and "schedule" not in fix and m >= pair.pp:
             continue  # 1f1b takes as long and holds less
-        if schedule.split and zero > 1:
+        if schedule.split and (zero > 1 or fix.get("recompute") == "full"):
             continue
         for virtual in [virtual_fixed] if virtual_fixed else VIRTUAL_STAGES:
             if (virtual > 1) == schedule.single or pair.pp * virtual > len(problem.program.body):
@@ -180,6 +180,11 @@ def check_schedule(problem: Problem, name: str, pp: int | None, virtual: int | N
         raise BadInput(
             f"--fix zero={fix['zero']}: schedule {name} computes the gradients of weights at the end, so that they "
             "stay whole until then; use zero=0 or 1, or schedule=interleaved"
+        )
+    if schedule.split and fix.get("recompute") == "full":
+        raise BadInput(
+            f"--fix recompute=full: under schedule {name} torch keeps what a layer makes again until the gradients of "
+            "its weights are computed, and makes it once more for these; use recompute=none, or schedule=interleaved"
         )
     usual = stages_per_rank(name)
     if virtual and ((virtual == 1) != schedule.single or (name == "zbv" and virtual != usual)):

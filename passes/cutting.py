@@ -175,7 +175,7 @@ class Cutter:
             excess += self.ending if own[-1][1] == last else 0
             found = [[0] * blocks for _ in own]
             for b, k in product(self.order, range(len(own))):
-                found[k][b] = self._enough(b, self._layers(*own[k])[b], flying, excess)
+                found[k][b] = self._enough(uncut, b, self._layers(*own[k])[b], flying, excess)
                 excess -= found[k][b] * flying * self.freed[b]
             return found if excess <= 0 else None
 
@@ -192,10 +192,14 @@ class Cutter:
         inside = sum(n * saved for n, saved in zip(self._layers(start, end), self.saved, strict=True))
         return self.kept[end] - self.kept[start] + self.crossing[start] + inside
 
-    def _enough(self, b: int, layers: int, flying: float, excess: float) -> int:
+    def _may(self, uncut: Uncut, b: int) -> bool:
+        """Whether layers of a block may run twice."""
+        return self._may_recompute[b] and not uncut.split
+
+    def _enough(self, uncut: Uncut, b: int, layers: int, flying: float, excess: float) -> int:
         """How many of these layers of a block are to be recomputed for so many bytes, of so many microbatches."""
         freed = flying * self.freed[b]
-        return min(layers, math.ceil(excess / freed)) if excess > 0 and freed > 0 and self._may_recompute[b] else 0
+        return min(layers, math.ceil(excess / freed)) if excess > 0 and freed > 0 and self._may(uncut, b) else 0
 
     def least_again_s(self, uncut: Uncut, share: float) -> float:
         """Seconds of one microbatch, of all ranks, for what must be recomputed, infinite where they cannot hold all.
@@ -212,7 +216,7 @@ class Cutter:
         seconds = 0.0
         for b in self.order:
             freed = flying[-1] * self.freed[b]
-            if excess > 0 and freed > 0 and self._may_recompute[b]:
+            if excess > 0 and freed > 0 and self._may(uncut, b):
                 again = min(self.layers[b][-1], excess / freed)  # in parts, if need be
                 excess -= again * freed
                 seconds += again * self.settled.again[b]
@@ -231,7 +235,7 @@ class Cutter:
             excess = held + flying[stage] * self._kept(start, end) - room
             again = list(self._layers(start, end))
             for b in self.order:
-                again[b] = self._enough(b, again[b], flying[stage], excess)
+                again[b] = self._enough(uncut, b, again[b], flying[stage], excess)
                 excess -= again[b] * flying[stage] * self.freed[b]
             return again if excess <= 0 else None
 

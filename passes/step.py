@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, prod
@@ -240,8 +240,14 @@ class Variant:
 
 
 def layers_of(variant: Variant, stage: int) -> list[int]:
-    """Layers of each block that a stage may recompute."""
+    """Layers of each block that a stage may recompute.
+
+    None where the backward is split: torch runs a layer again for the gradients of its inputs, keeps what it made for
+    those of its weights, and runs it once more for these.
+    """
     found = [0] * len(variant.settled.blocks)
+    if variant.staging is not None and SCHEDULES[variant.schedule].split:
+        return found
     for call in variant.stages[stage].calls:
         found[call.block] += variant.settled.recomputable[call.block] > 0
     return found
@@ -394,20 +400,17 @@ def loads(problem: Problem, variant: Variant) -> tuple[StageLoad, ...]:
         again = sum(k * one for k, one in zip(variant.recompute, settled.again, strict=True))
         return (StageLoad(seconds, again, settled.units, partial, 0, 0),)
     both = shared(variant.stages)
-    return tuple(
-        _load(problem, variant, part, again, both)
-        for part, again in zip(variant.stages, variant.staging.recompute, strict=True)
-    )
+    return tuple(_load(problem, variant, number, again, both) for number, again in enumerate(variant.staging.recompute))
 
 
 def _load(
     problem: Problem,
     variant: Variant,
-    part: LocalStage,
+    number: int,
     recompute: tuple[int, ...],
     both: Mapping[str, tuple[int, ...]],
 ) -> StageLoad:
-    settled, tp = variant.settled, variant.settled.pair.tp
+    settled, tp, part = variant.settled, variant.settled.pair.tp, variant.stages[number]
     program = settled.lowered.program
     counts = Counter(call.block for call in part.calls)
     seconds = sum((settled.statements[id(s)] for s in part.region.statements), RegionSeconds(Seconds(), Seconds()))
@@ -415,7 +418,9 @@ def _load(
         seconds += settled.blocks[b].times(count)
     units = [replace(settled.units[b], count=counts[b]) for b in range(len(program.blocks))]
     units.append(unit(problem, part.region, tp, "", 1))
-    partial = partial_bytes(part.region, variant.shards)
+    here = variant.rank_of(number)
+    before = {name for name, every in both.items() if any(n < number and variant.rank_of(n) == here for n in every)}
+    partial = partial_bytes(part.region, variant.shards, before)
     partial += sum(partial_bytes(settled.lowered.blocks[b], variant.shards) * n for b, n in counts.items())
     own = {p.name: 4 * prod(local_shape(lies, p.value.sizes, tp)) for p, lies in part.region.parameters if p.value.grad}
     elsewhere = {name for name, numbers in both.items() if len({variant.rank_of(n) for n in numbers}) > 1}
@@ -433,9 +438,13 @@ def _load(
     )
 
 
-def partial_bytes(region: LocalRegion, shards: int = 1) -> int:
-    """Gradients of a region that come in parts on the ranks of tp, in fp32: a rank's share of the ZeRO group's."""
-    shapes = [p.value.sizes or (1,) for p, placement in region.parameters if placement is R]
+def partial_bytes(region: LocalRegion, shards: int = 1, without: Collection[str] = ()) -> int:
+    """Gradients of a region that come in parts on the ranks of tp, in fp32: a rank's share of the ZeRO group's.
+
+    `without`: names of parameters that another stage of the rank holds too.
+    """
+    held = (p for p, placement in region.parameters if placement is R and p.name not in without)
+    shapes = [p.value.sizes or (1,) for p in held]
     return sum(4 * ceil(first / shards) * prod(rest) for first, *rest in shapes)
 
 

@@ -83,6 +83,15 @@ def test_a_rank_holds_and_sends_what_the_plan_says(model: str, fix: str, precisi
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zb"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_split_backwards_run_what_was_priced_and_hold_no_more(model: str, schedule: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", model, f"pp=2,dp=1,tp=2,microbatches=4,schedule={schedule}")
+    found = in_a_child(dryrun, folder, 0)
+    assert found.traffic == found.predicted_traffic, found.text
+    assert found.peak_bytes <= found.predicted_bytes, found.text
+
+
 def test_what_was_not_planned_is_said_and_fails(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", "llama", "dp=2,tp=2,zero=1,microbatches=2")
     code, said = in_a_child(command, "dryrun", str(folder), "--rank", "1")

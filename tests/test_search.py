@@ -158,6 +158,7 @@ def test_zero_shards_over_all_or_inside_a_node():
             {"pp": 2, "dp": 1, "microbatches": 5},
             "does not divide the 12 rows of a data-parallel rank; use one of [1, 2, 3",
         ),
+        ({"pp": 2, "schedule": "zbv", "recompute": "full"}, "under schedule zbv torch keeps what a layer makes again"),
         ({"schedule": "eager"}, "is not known; use one of none, gpipe, 1f1b, interleaved, zbv, interleaved_zb"),
         (
             {"pp": 4, "microbatches": 3, "schedule": "1f1b"},
