@@ -75,6 +75,7 @@ def size(bytes_: float) -> str:
     raise AssertionError("unreachable")
 
 
+PIPELINES_SHARDED_FINER = 1  # of each tp and microbatch: it is dear, and most are in vain
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
 CORRECTION = 1.05  # times what a pipeline holds too much, when it is cut again
 LEAST_CORRECTION = 0.01  # times the limit
@@ -155,8 +156,7 @@ class Search:
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
         self.cutters: dict[int, Cutter] = {}
         self.finer: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # under a memory budget
-        self.sharded_finer: set[tuple[int, int, int]] = set()  # tp, microbatch, pp
-        self.finer_tries: Counter[Uncut] = Counter()
+        self.sharded_finer: Counter[tuple[int, int]] = Counter()  # by tp and microbatch, for pipelines
         self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.ruled_s = math.inf  # what the fastest pipeline takes at least of whose cuts not all were tried
@@ -285,6 +285,8 @@ class Search:
         again = self.bounds.recompute_seconds(pair, item.zero, item.group)
         once = self.microbatch_s(pair) + again / m
         schedule = SCHEDULES[item.schedule]
+        if schedule.split and again > 0:  # it recomputes nothing
+            return math.inf
         # a rank waits for the first microbatch to come, and for its gradients to go, through all stages before
         if schedule.single:
             least = once / (1 - (1 - 1 / m) ** pair.pp)
@@ -339,10 +341,9 @@ class Search:
         for known in self.finer[pair.tp, pair.microbatch]:
             if self.queue_cuts(item, replace(known, pair=pair), played=True):
                 return
-        key = pair.tp, pair.microbatch, pair.pp
-        if key in self.sharded_finer:  # once, since it is dear and most are in vain
+        self.sharded_finer[pair.tp, pair.microbatch] += 1
+        if self.sharded_finer[pair.tp, pair.microbatch] > PIPELINES_SHARDED_FINER:
             return
-        self.sharded_finer.add(key)
         if (variant := self.staged(item, settled)) is not None and not self.is_beyond(variant):
             self.push(bound, Finer(variant))
 
@@ -350,6 +351,10 @@ class Search:
         """Whether a pipeline as it is cut fits under no sharding."""
         in_flight = Uncut.of(variant, math.inf).in_flight(self.problem.global_batch)
         return self.bounds.cut_bytes(variant, in_flight) > self.limit
+
+    def is_finer(self, settled: Settled) -> bool:
+        """Whether it was sharded for a pipeline under a memory budget."""
+        return any(one.lowered is settled.lowered for one in self.finer[settled.pair.tp, settled.pair.microbatch])
 
     def staged(self, item: Uncut, settled: Settled) -> Variant | None:
         """The pipeline cut as if there were room, with all recompute there may be."""
@@ -407,9 +412,7 @@ class Search:
         if key not in self.cutters:
             # layers hold about as much under all shardings that are fastest: one rehearsal tells where to cut
             first = self.first_cutters.get((settled.pair.tp, settled.pair.microbatch))
-            every = self.finer[settled.pair.tp, settled.pair.microbatch]
-            finer = any(one.lowered is settled.lowered for one in every)
-            rehearsal = first.rehearsal if first and not finer else self.rehearsal(settled)
+            rehearsal = first.rehearsal if first and not self.is_finer(settled) else self.rehearsal(settled)
             self.cutters[key] = Cutter(self.problem, settled, rehearsal)
         return self.cutters[key]
 
@@ -573,9 +576,14 @@ class Search:
                 self.push(seconds.total, Candidate(less, seconds, self.bytes_of(less)))
                 return
             self.reject(full_recompute(variant))
-        if variant.settled.pair.tp > 1:
-            most = variant if "recompute" in self.problem.fix else full_recompute(variant)
-            self.push(max(candidate.seconds.total, step_seconds(self.problem, most).total), Finer(most))
+        if variant.settled.pair.tp == 1 or self.is_finer(variant.settled):
+            return
+        most = variant if "recompute" in self.problem.fix else full_recompute(variant)
+        bound = max(candidate.seconds.total, step_seconds(self.problem, most).total)
+        if variant.staging is not None:
+            self.shard_finer(Uncut.of(variant, self.limit), variant.settled, bound)
+        else:
+            self.push(bound, Finer(most))
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed on each pp rank that fits; first what frees most per second."""
@@ -627,10 +635,6 @@ class Search:
         programme = self.programme(pair.tp, pair.microbatch)
         trial = variant
         uncut = Uncut.of(trial, self.limit) if trial.staging is not None else None
-        if uncut is not None:
-            self.finer_tries[uncut] += 1
-            if self.finer_tries[uncut] > FINER_TRIES:
-                return
         by_rank = rank_bytes(problem, trial, self.rehearsed(trial))
         now = max(by_rank, key=lambda held: held.peak)
         per_element = sum(held.static.total for held in by_rank) / len(by_rank) / max(1, trial.settled.elements)
