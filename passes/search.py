@@ -159,7 +159,7 @@ class Search:
         self.sharded_finer: Counter[tuple[int, int]] = Counter()  # by tp and microbatch, for pipelines
         self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
-        self.ruled_s = math.inf  # what the fastest pipeline takes at least of whose cuts not all were tried
+        self.ruled_s = math.inf  # at least, of the fastest pipeline of whose cuts or shardings not all were tried
         self.refused: list[str] = []  # why ways of cutting were not taken
 
     def push(self, seconds: float, item: object) -> None:
@@ -336,8 +336,9 @@ class Search:
             self.shard_finer(item, settled, bound)
 
     def shard_finer(self, item: Uncut, settled: Settled, bound: float) -> None:
-        """Queue a pipeline whose ranks cannot hold the fastest sharding, under another."""
+        """Queue a pipeline whose ranks cannot hold the fastest sharding, under another: not each that there may be."""
         pair = item.pair
+        self.ruled_s = min(self.ruled_s, bound)
         for known in self.finer[pair.tp, pair.microbatch]:
             if self.queue_cuts(item, replace(known, pair=pair), played=True):
                 return
