@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.job import load_program
 from autopar.report import PROGRAM, bytes_for_people, entry, read_plan
 from autopar.runtime import mesh
 from autopar.runtime.engine import is_replicated
-from autopar.runtime.program import Program
 from autopar.runtime.trainer import Trainer
+from autopar.runtime.weights import local
 from costmodels.errors import AutoparError, BadInput
 from passes.plan import Plan
+from passes.rehearse import Tracker
 
 # of c10d's operators: what the collective is, and where the tensors that are the full one stand
 KINDS: dict[str, tuple[str, Callable[[tuple[Any, ...]], Any]]] = {
@@ -86,9 +85,13 @@ class DryRun:
     notes: tuple[str, ...]
 
     @property
+    def _planned(self) -> dict[tuple[str, str], Traffic]:
+        return {(one.name, one.axis): one for one in self.predicted_traffic}
+
+    @property
     def as_planned(self) -> bool:
         """Whether it holds no more than the plan says, and runs the very collectives."""
-        planned = {(one.name, one.axis): one for one in self.predicted_traffic}
+        planned = self._planned
         same = {(one.name, one.axis) for one in self.traffic} == planned.keys()
         same = same and all(one.is_as(planned[one.name, one.axis]) for one in self.traffic)
         return same and self.peak_bytes <= (1 + TOLERANCE) * self.predicted_bytes
@@ -101,7 +104,7 @@ class DryRun:
         held, planned_for = bytes_for_people(self.peak_bytes), bytes_for_people(self.predicted_bytes)
         peak = f"{held} at the peak; the plan says {planned_for} ({off:+.1f} %)"
         parts = "  ".join(f"{name} {bytes_for_people(size)}" for name, size in self.held)
-        planned = {(one.name, one.axis): one for one in self.predicted_traffic}
+        planned = self._planned
         lines = []
         for one in self.traffic:
             plan = planned.pop((one.name, one.axis), None)
@@ -143,7 +146,7 @@ def dryrun(folder: Path, rank: int = 0, progress: Callable[[str], None] = lambda
             progress("building the model")
             trainer = Trainer(program, device="cpu")
             trainer._missing_buffers.clear()  # their values are never read
-            batch = _batch(program)
+            batch = program.random_batch(0, 0)  # nobody looks at its values
             progress("the first step, in which the optimizer makes its states")
             trainer.advance(batch)
             progress("a step, in which memory is followed")
@@ -179,14 +182,6 @@ def _predicted(plan: Plan, stage: int) -> tuple[Traffic, ...]:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     return ("gloo's own copies are not seen",) if plan.cluster.device == "cpu" else ()
-
-
-def _batch(program: Program) -> dict[str, Tensor]:
-    """A global batch whose values nobody looks at."""
-    return {
-        one.name: torch.empty((program.rows, *one.shape) if one.rows else one.shape, dtype=getattr(torch, one.dtype))
-        for one in program.inputs
-    }
 
 
 # -- the fake world ---------------------------------------------------------------------------------------------------
@@ -279,22 +274,17 @@ def _kernels_of(plan: Plan) -> Iterator[None]:
 # -- following --------------------------------------------------------------------------------------------------------
 
 
-class _Follower(TorchDispatchMode):
-    """Follows the bytes of live storages and the collectives of one step; takes stock at operator `stop_at`."""
+class _Follower(Tracker):
+    """Follows the bytes of live storages and the collectives of one step; takes stock at the look `stop_at`."""
 
     def __init__(self, trainer: Trainer, axes: Mapping[str, str], stop_at: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trainer, self.axes, self.stop_at = trainer, axes, stop_at
-        self.sizes: dict[int, int] = {}
-        self.live = self.peak = self.count = self.peak_at = 0
+        self.looks = self.peak_at = 0
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.held: tuple[tuple[str, int], ...] = ()
         self.where = ""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here
 
     def __enter__(self) -> _Follower:
         for tensor in (*self.parameters(), *self.states(), *self.trainer.model.buffers()):
@@ -317,29 +307,22 @@ class _Follower(TorchDispatchMode):
         self.patched.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self.collective(func, args)
-        for tensor in _tensors(out):
-            self.watch(tensor)
-        self.look()
         return out
 
-    def look(self) -> None:
-        """After every operator, and whenever a storage grows."""
-        self.count += 1
-        if self.live > self.peak:
-            self.peak, self.peak_at = self.live, self.count
-        if self.count == self.stop_at:
-            self.take_stock()
-
     def watch(self, tensor: Tensor) -> None:
-        storage = _local(tensor).untyped_storage()
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.live += self.sizes[key]
-            weakref.finalize(storage, self.release, key)
+        super().watch(local(tensor))
+
+    def look(self) -> None:
+        """Whenever something may have grown: the same looks in every step."""
+        self.looks += 1
+        if self.live > self.peak:
+            self.peak_at = self.looks
+        super().look()
+        if self.looks == self.stop_at:
+            self.take_stock()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP empties the storages of parameters that it gathers again."""
@@ -349,15 +332,12 @@ class _Follower(TorchDispatchMode):
             self.sizes[key] = storage.nbytes()
             self.look()
 
-    def release(self, key: int) -> None:
-        self.live -= self.sizes.pop(key, 0)
-
     def collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._schema.name.removeprefix("c10d::")
         if name not in KINDS:
             return
         kind, full = KINDS[name]
-        size = sum(t.numel() * t.element_size() for t in _tensors(full(args)))
+        size = sum(t.nbytes for t in tree_leaves(full(args)))
         if size <= SMALL_BYTES:
             return
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
@@ -390,7 +370,7 @@ class _Follower(TorchDispatchMode):
         left = dict(self.sizes)
         held = []
         for name, tensors in kinds.items():
-            keys = {_local(t).untyped_storage()._cdata for t in tensors}
+            keys = {local(t).untyped_storage()._cdata for t in tensors}
             held.append((name, sum(left.pop(key, 0) for key in keys)))
         self.held = (*held, ("activations and buffers", sum(left.values())))
         self.where = _line()
@@ -404,15 +384,3 @@ def _line() -> str:
     frame = (ours or runtime or frames)[-1]
     name = frame.filename if ours else os.path.join(*Path(frame.filename).parts[-3:])
     return f"{name}:{frame.lineno}: {frame.line}"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)

@@ -49,7 +49,7 @@ from passes.pipeline import PIPELINE, problem_of
 from passes.search import Search
 from passes.sharding import Terms
 from passes.state import State, Task, run
-from passes.step import Pair, Settled, StepSeconds
+from passes.step import Pair, StepSeconds
 
 WORKERS = 2
 FEW = 3  # layers that are captured; the others are like them
@@ -277,8 +277,7 @@ class Recorded(Search):
     together cost more than all work, so that none stays whole for speed.
     """
 
-    def cutter(self, settled: Settled) -> Cutter:
-        return Even(self.problem, settled, super().cutter(settled).rehearsal)
+    cutter_of = Even
 
     def terms(self, pair: Pair, zero: int, group: int) -> Terms:
         dear = DEARER * self.bounds.seconds(pair) / max(1, self.problem.trained // pair.tp)

@@ -25,7 +25,7 @@ from passes.price import Seconds, local_bytes
 from passes.rehearse import Rehearsal
 from passes.schedules import SCHEDULES, least_in_flight, rank_of
 from passes.stages import made_again, reads_of, results_of
-from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, Variant, pp_axis
+from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, Staging, Variant, pp_axis
 
 EXHAUSTIVE = 300  # ways of cutting that are all tried
 HALVES = 16
@@ -66,6 +66,12 @@ class Uncut:
         assert staging is not None, "only a pipeline is cut"
         pair = variant.settled.pair
         return cls(pair, variant.zero, variant.group, staging.schedule, staging.virtual_stages, room_bytes)
+
+    def cut_at(self, settled: Settled, cuts: Sequence[int]) -> Variant:
+        """The pipeline with stages that begin there, which recompute nothing."""
+        none = tuple(0 for _ in settled.blocks)
+        staging = Staging(self.schedule, self.virtual_stages, tuple(cuts), (none,) * (len(cuts) + 1))
+        return Variant(settled, self.zero, self.group, none, staging)
 
     @property
     def count(self) -> int:

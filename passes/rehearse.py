@@ -92,6 +92,16 @@ class Rehearsal:
     buffer_bytes: int  # of the whole model or stage
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A rehearsed layer, the same recomputed, and how it looks from outside."""
+
+    kept: BlockMemory
+    again: BlockMemory
+    closed: _Closed
+    buffer_bytes: int
+
+
 class Rehearser:
     """Runs every class of the programs of one sharding once, on fake tensors, and follows its bytes.
 
@@ -100,7 +110,7 @@ class Rehearser:
 
     def __init__(self, lowered: Lowered, dtype: torch.dtype) -> None:
         self.lowered, self.dtype = lowered, dtype
-        self._layers: tuple[tuple[BlockMemory, BlockMemory, _Closed, int], ...] | None = None
+        self._layers: tuple[_Layer, ...] | None = None
         self._stages: dict[_StageKey, Rehearsal] = {}
 
     def rehearse(self, parts: Sequence[LocalStage], text: Callable[[], str]) -> tuple[Rehearsal, ...]:
@@ -114,24 +124,21 @@ class Rehearser:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 if self._layers is None:
                     self._layers = tuple(self._layer(number, scope) for number in range(len(self.lowered.blocks)))
-                for block, (_, _, closed, _) in zip(self.lowered.program.blocks, self._layers, strict=True):
-                    scope[block.name] = partial(_ClosedLayer, closed)  # the loops of the model make these instead
+                for block, layer in zip(self.lowered.program.blocks, self._layers, strict=True):
+                    scope[block.name] = partial(_ClosedLayer, layer.closed)  # the loops of the model make these instead
                 for number, (key, part) in enumerate(zip(keys, parts, strict=True)):
                     if key not in self._stages:
                         name = "Model" if len(parts) == 1 else f"Stage{number}"
                         self._stages[key] = self._stage(part, _built(scope[name]), self._layers)
         return tuple(self._stages[key] for key in keys)
 
-    def _layer(self, number: int, scope: dict[str, Any]) -> tuple[BlockMemory, BlockMemory, _Closed, int]:
-        """A layer, the same recomputed, how it looks from outside, and the bytes of its buffers."""
+    def _layer(self, number: int, scope: dict[str, Any]) -> _Layer:
         region = self.lowered.blocks[number]
         layer = _built(scope[self.lowered.program.blocks[number].name])
         kept, again, like = _layer(layer, _inputs(region, region.inputs, self.lowered.sharding.axis.ranks))
-        return kept, again, replace(like, number=number), _bytes(layer.buffers())
+        return _Layer(kept, again, replace(like, number=number), _bytes(layer.buffers()))
 
-    def _stage(
-        self, part: LocalStage, model: nn.Module, layers: Sequence[tuple[BlockMemory, BlockMemory, _Closed, int]]
-    ) -> Rehearsal:
+    def _stage(self, part: LocalStage, model: nn.Module, layers: Sequence[_Layer]) -> Rehearsal:
         ranks = self.lowered.sharding.axis.ranks
         received, read = (_inputs(part.region, names, ranks) for names in (part.received, part.reads))
         root = _root(model, received, read)
@@ -139,16 +146,16 @@ class Rehearser:
             held
             for module in model.modules()
             for held in (
-                layers[module.like.number][0].parameters if isinstance(module, _ClosedLayer) else _held(module)
+                layers[module.like.number].kept.parameters if isinstance(module, _ClosedLayer) else _held(module)
             )
         ]
         return Rehearsal(
             root,
-            tuple(kept for kept, *_ in layers),
-            tuple(again for _, again, *_ in layers),
+            tuple(layer.kept for layer in layers),
+            tuple(layer.again for layer in layers),
             tuple(order),
             _bytes(read),
-            sum(layers[call.block][3] for call in part.calls) + _bytes(model.buffers()),
+            sum(layers[call.block].buffer_bytes for call in part.calls) + _bytes(model.buffers()),
         )
 
 

@@ -53,7 +53,6 @@ from passes.step import (
     Pair,
     Problem,
     Settled,
-    Staging,
     StepSeconds,
     Variant,
     full_recompute,
@@ -138,6 +137,8 @@ Progress = Callable[[str], None]
 
 class Search:
     """One search: `run` gives the optimum or raises NoPlanFits with the closest."""
+
+    cutter_of: type[Cutter] = Cutter
 
     def __init__(self, problem: Problem, progress: Progress, deadline: Callable[[], bool]) -> None:
         self.problem, self.progress, self.deadline = problem, progress, deadline
@@ -362,9 +363,7 @@ class Search:
         cuts = next(self.cutter(settled).cuts(replace(item, room_bytes=math.inf)), None)
         if cuts is None:
             return None
-        none = tuple(0 for _ in settled.blocks)
-        staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
-        variant = Variant(settled, item.zero, item.group, none, staging)
+        variant = item.cut_at(settled, cuts)
         return variant if self.problem.fix.get("recompute") == "none" else full_recompute(variant)
 
     def queue_cuts(self, item: Uncut, settled: Settled, *, played: bool) -> bool:
@@ -373,9 +372,7 @@ class Search:
         cutter = self.cutter(settled)
         found = False
         for cuts in cutter.cuts(item):
-            none = tuple(0 for _ in settled.blocks)
-            staging = Staging(item.schedule, item.virtual_stages, cuts, (none,) * (len(cuts) + 1))
-            variant = Variant(settled, item.zero, item.group, none, staging)
+            variant = item.cut_at(settled, cuts)
             if full:
                 variant = full_recompute(variant)
             if why := pipeline_refusal(self.problem, variant):
@@ -414,7 +411,7 @@ class Search:
             # layers hold about as much under all shardings that are fastest: one rehearsal tells where to cut
             first = self.first_cutters.get((settled.pair.tp, settled.pair.microbatch))
             rehearsal = first.rehearsal if first and not self.is_finer(settled) else self.rehearsal(settled)
-            self.cutters[key] = Cutter(self.problem, settled, rehearsal)
+            self.cutters[key] = self.cutter_of(self.problem, settled, rehearsal)
         return self.cutters[key]
 
     def why_no_pipeline(self) -> str:
@@ -526,7 +523,7 @@ class Search:
 
     def sums_s(self, settled: Settled, shards: int) -> float:
         """Seconds for the sums of partial gradients over tp."""
-        return self.bounds.axis(settled.pair).seconds(Collective.ALL_REDUCE, settled.partial_bytes // shards)
+        return self.bounds.axis(settled.pair).seconds(Collective.ALL_REDUCE, settled.partial_bytes(shards))
 
     def rehearsal(self, settled: Settled) -> Rehearsal:
         """Of the whole model."""

@@ -163,8 +163,6 @@ class Settled:
     blocks: tuple[RegionSeconds, ...]
     again: tuple[float, ...]  # per block, seconds of running it a second time for its backward
     units: tuple[Unit, ...]  # per block, then the root
-    partial_bytes: int  # gradients that are summed over tp once per step
-    largest_parameter: int
     statements: Mapping[int, RegionSeconds]  # of the root, by identity
 
     @cached_property
@@ -180,6 +178,10 @@ class Settled:
     @property
     def trained(self) -> int:
         return sum(u.trained * u.count for u in self.units)
+
+    def partial_bytes(self, shards: int) -> int:
+        """Gradients of the whole program that are summed over tp once per step, of a rank's shard."""
+        return sum(partial_bytes(region, shards) * count for region, count in self.lowered.regions())
 
 
 @dataclass(frozen=True)
@@ -306,12 +308,6 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
         for region, block in zip(lowered.blocks, lowered.program.blocks, strict=True)
     ]
     units.append(unit(problem, lowered.root, pair.tp, "", 1))
-    partial = sum(partial_bytes(region) * count for region, count in lowered.regions())
-    held = [
-        prod(local_shape(placement, p.value.sizes, pair.tp))
-        for region, _ in lowered.regions()
-        for p, placement in region.parameters
-    ]
     weights = weights_of(lowered.root)
     statements = {id(s): region_seconds((s,), sharding.axis, weights) for s in lowered.root.statements}
     return Settled(
@@ -321,8 +317,6 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
         tuple(region_seconds(r.statements, sharding.axis, weights_of(r)) for r in lowered.blocks),
         tuple(forward_seconds(region_seconds(run_again(r), sharding.axis)) for r in lowered.blocks),
         tuple(units),
-        partial,
-        max(held, default=0),
         statements,
     )
 
@@ -393,12 +387,11 @@ def loads(problem: Problem, variant: Variant) -> tuple[StageLoad, ...]:
     """What every stage of a variant does on its rank."""
     settled = variant.settled
     if variant.staging is None:
-        partial = sum(partial_bytes(region, variant.shards) * count for region, count in settled.lowered.regions())
         seconds = settled.root
         for region, one in zip(settled.blocks, settled.units, strict=False):
             seconds += region.times(one.count)
         again = sum(k * one for k, one in zip(variant.recompute, settled.again, strict=True))
-        return (StageLoad(seconds, again, settled.units, partial, 0, 0),)
+        return (StageLoad(seconds, again, settled.units, settled.partial_bytes(variant.shards), 0, 0),)
     both = shared(variant.stages)
     return tuple(_load(problem, variant, number, again, both) for number, again in enumerate(variant.staging.recompute))
 
