@@ -280,8 +280,8 @@ def lowered(state):
             elif isinstance(statement, LocalOp):
                 for kind, size in statement.strategy.inside:
                     found[kind.value, size] += steps * count
-    if variant.settled.partial_bytes:
-        found["all_reduce", variant.settled.partial_bytes] += 1
+    if partial := variant.settled.partial_bytes(variant.shards):
+        found["all_reduce", partial] += 1
     return found
 
 
