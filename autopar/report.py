@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import textwrap
-import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-import yaml
 
 from costmodels.errors import BadInput, PlanMismatch
+from costmodels.files import Unlike, read_mapping, typed
 from passes.plan import VERSION, Alternative, BlockPlan, CollectiveUse, Plan, Schedule, Stage, StageMemory, Zero
 
 WIDTH = 100
@@ -105,7 +101,9 @@ def _cluster(plan: Plan) -> list[str]:
     cluster = plan.cluster
     machines = f"{_number(cluster.nodes, 'node')} of {cluster.devices // cluster.nodes:,} {cluster.device}"
     idle = f"{plan.idle_devices:,} of {cluster.devices:,} idle" if plan.idle_devices else "none idle"
-    return [f"{machines}, {idle}; catalogue priors, not calibrated"]
+    if not cluster.profile:
+        return [f"{machines}, {idle}; catalogue priors, not calibrated"]
+    return [f"{machines}, {idle}", f"times by {cluster.profile}"]
 
 
 def _choice(plan: Plan) -> list[str]:
@@ -504,15 +502,15 @@ def read_plan(path: Path, *, any_version: bool = False) -> Plan:
     Raises BadInput where it is no plan, and PlanMismatch where another version of autopar wrote it.
     """
     file = path / PLAN if path.is_dir() else path
-    values = _mapping(file)
+    values = read_mapping(file, "a plan")
     version = values.pop("autopar", None)
     if version is None:
         raise BadInput(f"{file}: not a plan: it has no key 'autopar'")
     if version != VERSION and not any_version:
         raise PlanMismatch(f"{file} was made by autopar {version}, this is {VERSION}: make the plan again")
     try:
-        return _as(Plan, values, "")
-    except _Unlike as fault:
+        return typed(Plan, values, "")
+    except Unlike as fault:
         other = f" (made by autopar {version}, this is {VERSION})" if version != VERSION else ""
         raise BadInput(f"{file}: not a plan: {fault}{other}") from None
 
@@ -523,68 +521,6 @@ def read_run(path: Path) -> MeasuredRun | None:
     if not (path.is_dir() and file.exists()):
         return None
     try:
-        return _as(MeasuredRun, _mapping(file), "")
-    except _Unlike as fault:
+        return typed(MeasuredRun, read_mapping(file, "a run"), "")
+    except Unlike as fault:
         raise BadInput(f"{file}: not what a program writes about its run: {fault}") from None
-
-
-def _mapping(file: Path) -> dict[str, Any]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise BadInput(f"{file}: cannot be read: {reason}") from None
-    try:
-        # YAML 1.1 takes the 1e-05 of JSON for a string
-        values = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else getattr(error, "lineno", None)
-        raise BadInput(f"{file}: neither YAML nor JSON{f', see line {line}' if line else ''}") from None
-    if not isinstance(values, dict):
-        raise BadInput(f"{file}: not a plan: expected a mapping, got {values!r:.40}")
-    return values
-
-
-class _Unlike(Exception):
-    """A value is not what the plan has at this place."""
-
-
-T = TypeVar("T")
-
-
-def _as(kind: type[T], value: object, where: str) -> T:
-    """`value` (of mappings, lists and scalars) as a dataclass, tuple, mapping or scalar of that type."""
-    made = _dataclass(kind, value, where) if is_dataclass(kind) else _other(kind, value, where)
-    return cast(T, made)
-
-
-def _dataclass(kind: Any, value: object, where: str) -> object:
-    if not isinstance(value, Mapping):
-        raise _Unlike(f"{where or 'the file'} is {value!r:.40}, not a mapping")
-    hints = get_type_hints(kind)
-    made = {}
-    for field in fields(kind):
-        path = f"{where}.{field.name}" if where else field.name
-        if field.name in value:
-            made[field.name] = _as(hints[field.name], value[field.name], path)
-        elif field.default is MISSING:
-            raise _Unlike(f"{path} is missing")
-    return kind(**made)
-
-
-def _other(kind: Any, value: object, where: str) -> object:
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(_as(args[0], one, f"{where}[{i}]") for i, one in enumerate(value))
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {_as(args[0], k, where): _as(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if origin in (Union, types.UnionType):
-        if any(option is type(None) if value is None else option is type(value) for option in args):
-            return value
-        return _as(next(option for option in args if option is not type(None)), value, where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
-    raise _Unlike(f"{where} is {value!r:.40}, not {getattr(kind, '__name__', kind)}")

@@ -8,6 +8,7 @@
     links:                         # optional: default from the catalogue; per device, one direction
       intra_node: {gb_per_s: 450, latency_us: 8}
       inter_node: {gb_per_s: 50, latency_us: 14}
+    profile: profile.yaml          # optional: what `autopar calibrate` wrote; a path from this file
 
 A device of one's own starts from the catalogue with `like`, or gives every number and the links:
 
@@ -33,6 +34,7 @@ import yaml
 from costmodels.devices import CATALOGUE, GIB, PCIE, Device, Link, assumed_efficiency, device_named, gpu
 from costmodels.errors import BadInput
 from costmodels.memory import usable_bytes
+from costmodels.profile import Profile
 
 __all__ = ["Cluster", "Link"]
 
@@ -51,7 +53,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     memory_limit_bytes: int  # for live tensors: what the context, NCCL and fragmentation leave
-    profile: None = None  # not calibrated: the catalogue's priors hold
+    profile: Profile | None = None  # None: not calibrated, the catalogue's priors hold
 
     @property
     def devices(self) -> int:
@@ -136,9 +138,7 @@ class Cluster:
         nodes = table.whole("nodes", 1)
         links = table.table("links", optional=True)
         links.allow("intra_node", "inter_node")
-        if "profile" in table.values:
-            raise BadInput(f"{table.where}profile: calibration profiles are not supported yet; remove this key")
-        table.allow("name", "nodes", "devices_per_node", "device", "memory_limit_gib", "links")
+        table.allow("name", "nodes", "devices_per_node", "device", "memory_limit_gib", "links", "profile")
         device = _device(table, links, nodes)
         limit_gib = table.number("memory_limit_gib", None)
         cluster = cls.of(
@@ -149,12 +149,20 @@ class Cluster:
             intra_node=_link(links, "intra_node", device.intra_node),
             inter_node=_link(links, "inter_node", device.inter_node),
         )
+        if "profile" in table.values:
+            cluster = cluster.with_profile(Profile.from_yaml(Path(path).parent / table.text("profile")))
         if limit_gib is None:
             return cluster
         try:
             return cluster.with_memory_limit(round(limit_gib * GIB))
         except BadInput as error:
             raise BadInput(f"{table.where}memory_limit_gib: {error}") from None
+
+    def with_profile(self, profile: Profile) -> "Cluster":
+        """The same cluster with what was measured on it. Raises BadInput where that was another device."""
+        device = profile.applied_to(self.device)
+        usable = usable_bytes(device, EXPECTED_COMMUNICATORS if self.devices > 1 else 0)
+        return replace(self, device=device, memory_limit_bytes=usable, profile=profile)
 
     def with_memory_limit(self, memory_limit_bytes: int) -> "Cluster":
         """The same cluster where live tensors may fill this many bytes of each device."""

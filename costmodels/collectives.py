@@ -20,23 +20,11 @@ other; one NIC for everything would take 86 (stas00/ml-engineering, network/READ
 """
 
 import math
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 from costmodels.cluster import Cluster
 from costmodels.devices import Saturation
-
-
-class Collective(Enum):
-    """What a group of ranks does together."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    SEND = "send"  # from each rank of the group to the next
-
+from costmodels.groups import Collective, Group
 
 # NCCL runs these over a tree where that is faster; the others go round a ring (src/graph/tuning.cc, 5067397).
 TREE_KINDS = (Collective.ALL_REDUCE, Collective.BROADCAST)
@@ -45,39 +33,21 @@ TREE_KINDS = (Collective.ALL_REDUCE, Collective.BROADCAST)
 ALL_TO_ALL_SHARE = 0.9
 
 
-@dataclass(frozen=True)
-class Group:
-    """The geometry of one process group, as its worst-placed sister sees it."""
-
-    ranks_per_node: int
-    nodes: int
-    siblings: int  # groups of the same kind that share each node's NICs at the same time
-
-    @property
-    def size(self) -> int:
-        return self.ranks_per_node * self.nodes
-
-    @classmethod
-    def of_axis(cls, cluster: Cluster, size: int, stride: int) -> "Group":
-        """The group of a mesh axis of `size` ranks, `stride` apart in the row-major grid of ranks (1 = neighbours).
-
-        Runs of g ranks stay inside a node when g divides the axis and g * stride divides the node. An axis that
-        does not fit evenly has some group with fewer neighbours, and that one sets the pace.
-        """
-        assert size >= 1 and stride >= 1, f"axis of {size} ranks with stride {stride}"
-        assert size * stride <= cluster.devices, f"axis of {size} x stride {stride} on {cluster.devices} devices"
-        local = cluster.devices_per_node
-        if cluster.nodes == 1:
-            together = size
-        else:
-            together = max(g for g in range(1, min(size, local) + 1) if g == 1 or size % g == local % (g * stride) == 0)
-        return cls(together, size // together, max(1, local // together))
-
-
 def collective_seconds(kind: Collective, full_bytes: float, group: Group, cluster: Cluster) -> float:
-    """The seconds of one collective, by the table above; a group of one rank costs nothing."""
+    """The seconds of one collective; a group of one rank costs nothing.
+
+    By the table above, times what a sweep over such a group, or the nearest, measured beside it.
+    """
     if group.size == 1 or full_bytes == 0:
         return 0.0
+    seconds = prior_seconds(kind, full_bytes, group, cluster)
+    if cluster.profile is None or (sweep := cluster.profile.sweep(kind, group)) is None:
+        return seconds
+    return seconds * sweep.ratio(full_bytes, lambda size: prior_seconds(kind, size, sweep.group, cluster))
+
+
+def prior_seconds(kind: Collective, full_bytes: float, group: Group, cluster: Cluster) -> float:
+    """By the table above alone."""
     if kind is Collective.SEND:
         return _send_seconds(full_bytes, group, cluster)
     g, k = group.ranks_per_node, group.nodes

@@ -14,8 +14,10 @@ Data sheets print duplex links and sparse FLOP/s; everything here is one directi
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from costmodels.errors import BadInput
 
@@ -59,6 +61,10 @@ class Coefficients:
     bandwidth_fraction: float  # above 1 where part of the bytes comes from a cache
     fixed_s: float
 
+    def slower(self, factor: float) -> "Coefficients":
+        """The operator takes so many times as long."""
+        return Coefficients(self.peak_fraction / factor, self.bandwidth_fraction / factor, self.fixed_s * factor)
+
 
 @dataclass(frozen=True)
 class Efficiencies:
@@ -73,6 +79,12 @@ class Efficiencies:
     embedding: Coefficients
     loss: Coefficients
     other: Coefficients
+
+    def slower(self, factor: float) -> "Efficiencies":
+        """Every operator takes so many times as long."""
+        every = vars(self).items()
+        slower: dict[str, Any] = {n: one.slower(factor) for n, one in every if isinstance(one, Coefficients)}
+        return replace(self, **slower)
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,13 @@ class Device:
     overlap_slowdown: float  # compute takes this many times longer while a collective runs
     driver_names: tuple[str, ...]  # as torch.cuda.get_device_name() prints it
     source: str
+    measured: tuple[tuple[str, str, Coefficients], ...] = ()  # operator class, dtype name: in place of `efficiency`
+
+    @cached_property
+    def measured_of(self) -> Mapping[tuple[str, str], Coefficients]:
+        """The same by operator class and dtype name; a class alone, with dtype "", as it was measured first."""
+        firsts = {(operator, ""): one for operator, _, one in reversed(self.measured)}
+        return firsts | {(operator, dtype): one for operator, dtype, one in self.measured}
 
     def peak_flop_per_s(self, dtype_name: str) -> float:
         """Dense FLOP/s of matrix units at one dtype: "bf16", "fp16", "fp32" (without TF32), "tf32"."""

@@ -22,34 +22,21 @@ class OperatorClass(Enum):
     LOSS = "loss"
     CONV = "conv"
     VIEW = "view"  # moves nothing
+    OPTIMIZER = "optimizer"  # a fused one, which only moves bytes
     OTHER = "other"
 
 
 MATRIX_CLASSES = (OperatorClass.MATMUL, OperatorClass.ATTENTION, OperatorClass.CONV)
 
 
-def coefficients(kind: OperatorClass, device: Device) -> Coefficients:
-    """The measured or assumed (e, b, t0) of an operator class."""
-    table = device.efficiency
-    match kind:
-        case OperatorClass.MATMUL:
-            return table.matmul
-        case OperatorClass.ATTENTION:
-            return table.attention
-        case OperatorClass.CONV:
-            return table.conv
-        case OperatorClass.POINTWISE:
-            return table.pointwise
-        case OperatorClass.NORM:
-            return table.norm
-        case OperatorClass.EMBEDDING:
-            return table.embedding
-        case OperatorClass.LOSS:
-            return table.loss
-        case OperatorClass.OTHER:
-            return table.other
-        case OperatorClass.VIEW:
-            raise AssertionError("a view has no coefficients: it is free")
+def coefficients(kind: OperatorClass, dtype_name: str, device: Device) -> Coefficients:
+    """The (e, b, t0) of an operator class: as measured, best in this dtype, or as the catalogue has it."""
+    assert kind is not OperatorClass.VIEW, "a view has no coefficients: it is free"
+    measured, table = device.measured_of, device.efficiency
+    if (found := measured.get((kind.value, dtype_name)) or measured.get((kind.value, ""))) is not None:
+        return found
+    prior: Coefficients = table.pointwise if kind is OperatorClass.OPTIMIZER else getattr(table, kind.value)
+    return prior
 
 
 def operator_seconds(
@@ -69,7 +56,7 @@ def operator_seconds(
     """
     if kind is OperatorClass.VIEW:
         return 0.0
-    rate = coefficients(kind, device)
+    rate = coefficients(kind, dtype_name, device)
     peak = device.peak_flop_per_s(dtype_name if kind in MATRIX_CLASSES else "fp32")
     flop_s = flop / (rate.peak_fraction * peak)
     if attention_tiles is not None:
@@ -84,7 +71,7 @@ def optimizer_seconds(parameter_bytes_touched: float, device: Device) -> float:
     AdamW on fp32 touches 28 bytes per parameter on this rank (reads p, g, m, v; writes p, m, v), SGD with momentum
     20, SGD 12; a bf16 copy adds 2.
     """
-    rate = device.efficiency.pointwise
+    rate = coefficients(OperatorClass.OPTIMIZER, "fp32", device)
     return rate.fixed_s + parameter_bytes_touched / (rate.bandwidth_fraction * device.memory_bytes_per_s)
 
 

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from itertools import accumulate, combinations, pairwise, product
 from typing import TypeAlias
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from costmodels.memory import FP32_BYTES
 from costmodels.schedules import StageSeconds, least_seconds
 from passes.graph import DTYPE_BYTES

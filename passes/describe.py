@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from passes.lower import LocalOp, LocalRegion, Reshard
 from passes.placements import S, collectives
 from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Zero

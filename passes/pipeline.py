@@ -354,7 +354,9 @@ def plan_of(state: State) -> Plan:
     return Plan(
         status="optimal" if found.proved else "feasible",
         model=ModelInfo(captured.name, total, trained, fingerprint(program)),
-        cluster=ClusterInfo(cluster.name, cluster.devices, cluster.nodes, cluster.device.name),
+        cluster=ClusterInfo(
+            cluster.name, cluster.devices, cluster.nodes, cluster.device.name, str(cluster.profile or "")
+        ),
         workload=Workload(task.global_batch, captured.seq_len, task.precision, task.optimizer),
         mesh=Mesh(pp=pair.pp, dp=pair.dp, tp=pair.tp),
         rank_order=pair.order,

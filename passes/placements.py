@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 
 
 class Whole(Enum):

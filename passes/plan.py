@@ -31,6 +31,7 @@ class ClusterInfo:
     devices: int
     nodes: int
     device: str
+    profile: str = ""  # which measurements the times follow; none: the catalogue's priors
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from functools import cache, cached_property
 from math import prod
 
 from costmodels.cluster import Cluster
-from costmodels.collectives import Collective, Group, collective_seconds
+from costmodels.collectives import collective_seconds
+from costmodels.groups import Collective, Group
 from costmodels.operators import OperatorClass, operator_seconds
 from passes.flop import flop
 from passes.graph import DTYPE_BYTES, Value

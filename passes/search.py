@@ -28,8 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from costmodels.collectives import Collective
 from costmodels.errors import BadInput, NoPlanFits
+from costmodels.groups import Collective
 from passes.bounds import Bounds
 from passes.choices import (
     fixed_int,

@@ -32,7 +32,7 @@ from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from passes.blocks import Blocked
 from passes.graph import DTYPE_BYTES, FLOATS, Op, Value
 from passes.placements import I, P, Placement, R, S, can_reshard, is_valid

@@ -116,7 +116,7 @@ def test_bad_preset_says_what_is_wrong(load, text: str, sentence: str) -> None:
         ),
         (
             "{devices_per_node: 8, device: h100, profile: p.yaml}",
-            "c.yaml: profile: calibration profiles are not supported yet; remove this key",
+            "p.yaml: cannot be read: No such file or directory",
         ),
         (
             "{devices_per_node: 8, device: h100, memory_limit_gib: 90}",

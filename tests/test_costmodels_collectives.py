@@ -1,8 +1,9 @@
 import pytest
 
 from costmodels.cluster import Cluster, Link
-from costmodels.collectives import Collective, Group, collective_seconds
+from costmodels.collectives import collective_seconds
 from costmodels.devices import device_named
+from costmodels.groups import Collective, Group
 
 MIB = 2**20
 GIB = 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from passes.placements import I, P, R, S, can_reshard, chunk_sizes, collectives, is_even, is_valid, kind, local_shape
 
 GATHER, SCATTER = Collective.ALL_GATHER, Collective.REDUCE_SCATTER

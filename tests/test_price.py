@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodels.cluster import Cluster
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from costmodels.operators import OperatorClass, operator_seconds
 from passes.flop import flop
 from passes.graph import Op, Ref, Value

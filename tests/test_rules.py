@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from passes.graph import Arg, Atom, Op, Ref, Value
 from passes.interpret import call
 from passes.placements import I, P, Placement, R, S, local_shape

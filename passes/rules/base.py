@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from costmodels.operators import OperatorClass
 from passes.graph import FLOATS, Arg, Op, Value
 from passes.placements import I, P, Placement, R, S, is_even, is_valid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from costmodels.collectives import Collective
+from costmodels.groups import Collective
 from costmodels.operators import OperatorClass
 from passes.graph import FLOATS
 from passes.rules.base import Dim, Factor, Rule, Site

@@ -1,0 +1,205 @@
+"""What was measured on a cluster, in place of the catalogue's priors: read from and written to profile.yaml.
+
+    autopar: 0.1.0
+    device: h100-sxm-80              # the catalogue's name, or the cluster file's own
+    measured_on: NVIDIA H100 80GB HBM3
+    date: 2026-11-30T12:00:00+00:00
+    torch: 2.13.0
+    backend: nccl 2.28.9
+    ranks: 16
+    operators:                       # seconds = fixed_s + FLOP / flop_per_s + bytes / bytes_per_s
+    - {operator: matmul, dtype: bf16, flop_per_s: 6.5e+14, bytes_per_s: 7.3e+12, fixed_s: 7.0e-06}
+    collectives:                     # seconds by bytes of the full tensor
+    - kind: all_reduce
+      ranks_per_node: 8
+      nodes: 2
+      siblings: 1
+      bytes: [4096, 65536]
+      seconds: [0.0001, 0.00012]
+    attention_tail_waves: 1.3
+    overlap_slowdown: 1.2
+    fixed_overhead_bytes: 515899392  # of a process, outside the allocator
+    communicator_bytes: [1556925645, 644245094]
+    compute_factor: 1.08             # seconds of a step's compute, measured over predicted (calibrate --from-step)
+
+What is left out stays as the catalogue has it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from costmodels.devices import Coefficients, Device
+from costmodels.errors import BadInput
+from costmodels.files import Unlike, read_mapping, typed
+from costmodels.groups import Collective, Group
+from costmodels.operators import OperatorClass, coefficients
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One operator class in one dtype; an infinite rate costs nothing, without flop_per_s the catalogue's holds."""
+
+    operator: OperatorClass
+    dtype: str
+    bytes_per_s: float
+    fixed_s: float
+    flop_per_s: float | None = None
+
+    def coefficients(self, device: Device) -> Coefficients:
+        """The same as shares of what the device can do at best."""
+        share = coefficients(self.operator, self.dtype, device).peak_fraction
+        if self.flop_per_s is not None:
+            share = self.flop_per_s / device.peak_flop_per_s(self.dtype)
+        return Coefficients(share, self.bytes_per_s / device.memory_bytes_per_s, self.fixed_s)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One collective on one kind of group: seconds by bytes of the full logical tensor, in rising order."""
+
+    kind: Collective
+    ranks_per_node: int
+    nodes: int
+    siblings: int
+    bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def group(self) -> Group:
+        return Group(self.ranks_per_node, self.nodes, self.siblings)
+
+    def ratio(self, full_bytes: float, prior: Callable[[float], float]) -> float:
+        """Measured over prior seconds of a size: in log bytes straight between neighbours, flat beyond the ends.
+
+        The prior knows how latency turns into bandwidth: where every second point of published curves is left out,
+        this predicts it within 18 %, straight lines between the times themselves within 65 %.
+        """
+        at = bisect_left(self.bytes, full_bytes)
+        low, high = max(0, at - 1), min(at, len(self.bytes) - 1)
+        logs = [math.log(self.seconds[i] / prior(self.bytes[i])) for i in (low, high)]
+        if low == high:
+            return math.exp(logs[0])
+        share = math.log(full_bytes / self.bytes[low]) / math.log(self.bytes[high] / self.bytes[low])
+        share = min(1.0, max(0.0, share))
+        return math.exp((1 - share) * logs[0] + share * logs[1])
+
+    def distance(self, group: Group) -> float:
+        """How far a group is from the measured one; infinite where it uses other links."""
+        if (self.nodes > 1, self.ranks_per_node > 1) != (group.nodes > 1, group.ranks_per_node > 1):
+            return math.inf
+        pairs = (
+            (self.nodes, group.nodes),
+            (self.ranks_per_node, group.ranks_per_node),
+            (self.siblings, group.siblings),
+        )
+        return sum(abs(math.log(a / b)) for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A cluster's measurements, and what they were made with."""
+
+    device: str
+    measured_on: str
+    date: str
+    torch: str
+    backend: str
+    ranks: int
+    operators: tuple[Rates, ...] = ()
+    collectives: tuple[Sweep, ...] = ()
+    attention_tail_waves: float | None = None
+    overlap_slowdown: float | None = None
+    fixed_overhead_bytes: int | None = None
+    communicator_bytes: tuple[int, ...] | None = None
+    compute_factor: float = 1.0
+    name: str = "profile"  # of its file
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        step = "" if self.compute_factor == 1 else f", compute x {self.compute_factor:.3g} after a measured step"
+        return f"{self.name} of {self.date[:10]} ({ranks}, torch {self.torch}, {self.backend}{step})"
+
+    def applied_to(self, device: Device) -> Device:
+        """The device with what was measured. Raises BadInput where it is another one."""
+        if device.name != self.device:
+            raise BadInput(f"{self.name} was measured on {self.device}, the cluster has {device.name}")
+        measured = tuple(
+            (one.operator.value, one.dtype, one.coefficients(device).slower(self.compute_factor))
+            for one in self.operators
+        )
+        efficiency = device.efficiency.slower(self.compute_factor)
+        if self.attention_tail_waves is not None:
+            efficiency = replace(efficiency, attention_tail_waves=self.attention_tail_waves)
+        names = ("overlap_slowdown", "fixed_overhead_bytes", "communicator_bytes")
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(device, efficiency=efficiency, measured=measured, **given)
+
+    def sweep(self, kind: Collective, group: Group) -> Sweep | None:
+        """The sweep of a collective on the nearest group over the same links, if there is one."""
+        found = min((s for s in self.collectives if s.kind is kind), key=lambda s: s.distance(group), default=None)
+        return None if found is None or found.distance(group) == math.inf else found
+
+    def to_yaml(self, version: str) -> str:
+        """The text of profile.yaml; `version` of autopar."""
+        given = {name: _plain(value) for name, value in vars(self).items() if value not in (None, ())}
+        del given["name"]
+        text = ""
+        for name, value in {"autopar": version, **given}.items():  # one by one: scalars alone would become {..}
+            style = None if isinstance(value, list) else False
+            text += yaml.safe_dump({name: value}, default_flow_style=style, width=math.inf)
+        return text
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Profile:
+        """The profile that a file holds. Raises BadInput, with the place, where it is none."""
+        values = read_mapping(Path(path), "a profile")
+        try:
+            found = replace(typed(cls, values, ""), name=Path(path).name)
+            _check(found)
+        except Unlike as fault:
+            raise BadInput(f"{path}: not what `autopar calibrate` writes: {fault}") from None
+        return found
+
+
+def _check(profile: Profile) -> None:
+    """What types do not say. Raises Unlike."""
+    for i, rate in enumerate(profile.operators):
+        rates = [rate.bytes_per_s, *([] if rate.flop_per_s is None else [rate.flop_per_s])]
+        if rate.operator is OperatorClass.VIEW or not all(one > 0 for one in rates) or not 0 <= rate.fixed_s < math.inf:
+            raise Unlike(f"operators[{i}] needs an operator that costs something, rates above 0, fixed_s of at least 0")
+    for i, sweep in enumerate(profile.collectives):
+        rising = all(a < b for a, b in pairwise((0, *sweep.bytes)))
+        positive = all(0 < one < math.inf for one in sweep.seconds)
+        if not sweep.bytes or len(sweep.bytes) != len(sweep.seconds) or not rising or not positive:
+            raise Unlike(f"collectives[{i}] needs as many seconds, above 0, as bytes, which rise")
+        if min(sweep.ranks_per_node, sweep.nodes, sweep.siblings) < 1:
+            raise Unlike(f"collectives[{i}] is on a group of no ranks")
+    if not 0 < profile.compute_factor < math.inf:
+        raise Unlike("compute_factor is not above 0")
+    if profile.overlap_slowdown is not None and not profile.overlap_slowdown >= 1:
+        raise Unlike("overlap_slowdown is below 1")
+    if profile.attention_tail_waves is not None and not 0 <= profile.attention_tail_waves < math.inf:
+        raise Unlike("attention_tail_waves is below 0")
+    overheads = (profile.fixed_overhead_bytes or 0, *(profile.communicator_bytes or (0, 0)))
+    if len(overheads) != 3 or min(overheads) < 0:
+        raise Unlike("fixed_overhead_bytes and the two communicator_bytes are not counts of bytes")
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, lists and scalars only; numbers in four digits."""
+    if isinstance(value, OperatorClass | Collective):
+        return value.value
+    if is_dataclass(value):
+        return {name: _plain(one) for name, one in vars(value).items() if one is not None}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
