@@ -1,4 +1,4 @@
-"""The command line: plan, show, generate, dryrun, verify.
+"""The command line: plan, show, generate, dryrun, verify, calibrate.
 
 Exit 0 = done, 1 = no plan fits or a check failed, 2 = bad input; errors are one sentence on stderr. Whatever takes
 long to import (torch, the solver) is imported inside the commands.
@@ -25,6 +25,7 @@ from passes.plan import FIX_KEYS, VERSION, Plan
 if TYPE_CHECKING:
     from autopar.report import MeasuredRun
     from autopar.target import Target
+    from costmodels.profile import Profile
     from passes.pipeline import Compiled
 
 DONE, FAILED, BAD, INTERRUPTED = 0, 1, 2, 130
@@ -87,7 +88,7 @@ def _options(
         print(f"autopar {VERSION}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
-        raise BadInput("no command given: plan, show, generate, dryrun or verify; see autopar --help")
+        raise BadInput("no command given: plan, show, generate, dryrun, verify or calibrate; see autopar --help")
 
 
 @app.command()
@@ -215,6 +216,64 @@ def verify(
         found = run(folder, steps=steps, timeout_s=timeout, progress=progress)
     print(found.text, end="")
     return DONE if found.passed else FAILED
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the profile to write")] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="FILE|PRESET", help="what this machine is; default: detected")
+    ] = None,
+    from_step: Annotated[
+        Path | None, typer.Option("--from-step", metavar="PLAN", help="correct --out by a measured step of this plan")
+    ] = None,
+    measured: Annotated[
+        float | None, typer.Option("--measured", metavar="SECONDS", help="of that step; default: its run.yaml")
+    ] = None,
+) -> int:
+    """Measure this machine, under torchrun every device of it, and write a profile for cluster files."""
+    if out is None:
+        raise BadInput("calibrate needs --out FILE, the profile to write")
+    if out.is_dir() or not out.absolute().parent.is_dir():  # said before minutes are spent
+        raise BadInput(f"--out {out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}")
+    if from_step is not None:
+        if cluster is not None:
+            raise BadInput("--cluster: a profile that is corrected has its own; leave it out beside --from-step")
+        profile = _corrected(out, from_step, measured)
+    elif measured is not None:
+        raise BadInput("--measured belongs to --from-step PLAN")
+    else:
+        from autopar.calibrate import calibrate as run
+        from costmodels.cluster import Cluster
+
+        machines = Cluster.detect() if cluster is None else Cluster.load(cluster)
+        with _progress() as progress:
+            profile = run(machines, progress)
+    if os.environ.get("RANK", "0") == "0":
+        from autopar.report import write_text
+
+        write_text(out, profile.to_yaml(VERSION))
+        print(f"{out}: written; to use it: `profile: {out.name}` in a cluster file beside it")
+    return DONE
+
+
+def _corrected(out: Path, plan: Path, measured: float | None) -> Profile:
+    """The profile in `out`, or the catalogue's priors where there is none, after a measured step of a plan."""
+    from autopar.calibrate import corrected, without_measurements
+    from autopar.report import read_plan, read_run
+    from costmodels.profile import Profile
+
+    saved, run = read_plan(plan), read_run(plan)
+    if measured is None and run is None:
+        raise BadInput("--from-step needs --measured SECONDS, or the folder of a program that was run")
+    seconds = measured if measured is not None else run.step_time_s if run is not None else 0.0
+    if not 0 < seconds < float("inf"):
+        raise BadInput(f"--measured {seconds:g}: expected a positive number of seconds")
+    profile = Profile.from_yaml(out) if out.exists() else None
+    if saved.cluster.profile != str(profile or ""):
+        uses = saved.cluster.profile or "the catalogue's priors"
+        raise BadInput(f"{plan} was made by {uses}, not by {profile or f'{out}, which is not there'}: plan again first")
+    return corrected(profile or without_measurements(saved), saved, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
