@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
-from costmodels.memory import FP32_BYTES, Engine, Kind, StaticBytes, Unit
+from costmodels.memory import FP32_BYTES, Engine, StaticBytes, Unit
 from costmodels.schedules import held
 from passes.rehearse import BlockMemory, Held, Rehearsal, Stretch
 from passes.schedules import SCHEDULES
-from passes.step import OPTIMIZER_COSTS, Problem, StageLoad, Variant, loads, timetable
+from passes.step import OPTIMIZER_COSTS, Problem, StageLoad, Variant, kind_of, loads, timetable
 
 BUCKET_BYTES = 64 * 2**20  # of partial gradients, copied together to be summed over tp
 
@@ -253,15 +253,6 @@ def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first
         last=last,
         copies=problem.cluster.device.kind == "cpu",
     )
-
-
-def kind_of(problem: Problem, variant: Variant) -> Kind:
-    """Which engine trains the plan (autopar/runtime/engine.py)."""
-    dp = variant.settled.pair.dp
-    split = variant.staging is not None and SCHEDULES[variant.schedule].split
-    if problem.precision == "bf16" or (dp > 1 and (variant.shards > 1 or split)):
-        return Kind.SHARDS
-    return Kind.PLAIN if dp == 1 else Kind.BUCKETS
 
 
 def peak_of(one: BlockMemory | Stretch, engine: Engine) -> int:

@@ -15,8 +15,9 @@ from math import ceil, prod
 import torch
 
 from costmodels.cluster import Cluster
-from costmodels.collectives import Collective
-from costmodels.operators import exposed_seconds, optimizer_seconds
+from costmodels.groups import Collective
+from costmodels.memory import Kind
+from costmodels.operators import OperatorClass, exposed_seconds, operator_seconds, optimizer_seconds
 from costmodels.schedules import Queue, StageSeconds, Table, least_seconds, simulate
 from passes.blocks import Blocked
 from passes.emit import Emission
@@ -59,6 +60,7 @@ class Problem:
     fix: Fix
     frozen: frozenset[str]
     queue: Queue  # where the transfers of a pipeline wait for each other
+    copies: bool = True  # whether what is sharded is copied into and out of flat buffers
 
     @cached_property
     def at(self) -> Callable[[int], Blocked]:
@@ -460,10 +462,9 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
         for stage in own:
             seconds += every[stage].seconds
         units = tuple(unit for stage in own for unit in every[stage].units)
-        uses = _dp_uses(problem, pair, variant.zero, variant.group, units)
         sums = sum(every[stage].partial_bytes for stage in own)
         once.append((
-            dp_seconds(problem, uses, seconds.compute),
+            dp_seconds(problem, pair, variant.zero, variant.group, units, kind_of(problem, variant), seconds.compute),
             update_seconds(problem, sum(every[stage].trained for stage in own), shards),
             axis.seconds(Collective.ALL_REDUCE, sums) if pair.tp > 1 else 0.0,
         ))  # fmt: skip
@@ -580,8 +581,8 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
     As if nothing were cut over tp and compute hid all it can: costs have economies of scale, so that no other number
     of elements costs less for each.
     """
-    uses = _dp_uses(problem, pair, zero, group, problem.whole_units)
-    hidden = dp_seconds(problem, uses, Seconds(math.inf, math.inf))
+    kind = _likely_kind(problem, pair, zero)
+    hidden = dp_seconds(problem, pair, zero, group, problem.whole_units, kind, Seconds(math.inf, math.inf))
     return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
 
 
@@ -594,7 +595,21 @@ def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden
         else:
             cut = pair.tp * pair.pp
             units.append(Unit(one.elements // cut, one.trained // cut, one.count))
-    return dp_seconds(problem, _dp_uses(problem, pair, zero, group, tuple(units)), hidden)
+    return dp_seconds(problem, pair, zero, group, tuple(units), _likely_kind(problem, pair, zero), hidden)
+
+
+def kind_of(problem: Problem, variant: Variant) -> Kind:
+    """Which engine trains the plan (autopar/runtime/engine.py)."""
+    split = variant.staging is not None and SCHEDULES[variant.schedule].split
+    pair = variant.settled.pair
+    return Kind.SHARDS if split and pair.dp > 1 else _likely_kind(problem, pair, variant.zero)
+
+
+def _likely_kind(problem: Problem, pair: Pair, zero: int) -> Kind:
+    """The same where no backward is split; if one is, this one costs less."""
+    if problem.precision == "bf16" or (pair.dp > 1 and zero):
+        return Kind.SHARDS
+    return Kind.PLAIN if pair.dp == 1 else Kind.BUCKETS
 
 
 @dataclass(frozen=True)
@@ -654,14 +669,42 @@ def _dp_uses(
     return tuple(uses)
 
 
-def dp_seconds(problem: Problem, uses: tuple[DataParallelUse, ...], compute: Seconds) -> float:
-    """What data-parallel communication adds to a step: what the compute of its pass does not hide."""
+def dp_seconds(
+    problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind, compute: Seconds
+) -> float:
+    """What data parallelism adds to a step: communication that the compute of its pass does not hide, and copies.
+
+    On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
+    """
     device = problem.cluster.device
     beside: dict[tuple[bool, int], float] = defaultdict(float)
-    for use in uses:
+    for use in _dp_uses(problem, pair, stage, group, units):
         beside[use.beside_backward, use.passes] += use.seconds_per_pass
     added = 0.0
     hidden = {True: compute.backward, False: compute.forward}
     for (backward, passes), seconds in sorted(beside.items()):
-        added += passes * exposed_seconds(hidden[backward], seconds, device)
-    return added
+        waits = kind is Kind.SHARDS and device.kind == "cpu"
+        added += passes * (seconds if waits else exposed_seconds(hidden[backward], seconds, device))
+    copied = copied_bytes(problem, pair, stage, group, units) if kind is Kind.SHARDS and problem.copies else 0
+    return added + (operator_seconds(OperatorClass.POINTWISE, 0.0, copied, "fp32", device) if copied else 0.0)
+
+
+def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]) -> int:
+    """What fully_shard reads and writes in a step to copy parameters and gradients, on the stream that computes.
+
+    Of P elements in n shards, in a compute dtype of c bytes: before a gather the shard is cast, (4 + c) P/n unless
+    c = 4; behind it parameters are copied out of the flat buffer, 2 c P. Gradients are copied into a flat one in fp32,
+    (c + 4) P. With n = 1 nothing is gathered, and the flat gradients are copied once more, 8 P (torch 2.13,
+    _fsdp_collectives.py).
+    """
+    m, c = pair.microbatches(problem.global_batch), problem.compute_bytes
+    shards = group if stage else 1
+    total = 0
+    for number, unit in enumerate(units):
+        root = (number + 1) % (len(problem.program.blocks) + 1) == 0
+        gathers = m * (1 if root else 2) if stage == 3 else 1
+        reductions = m if stage >= 2 else 1
+        elements, trained = unit.padded(shards)
+        gather = ((4 + c) * elements // shards if c < 4 else 0) + (2 * c * elements if shards > 1 else 0)
+        total += unit.count * (gathers * gather + reductions * trained * (c + 4 + (8 if shards == 1 else 0)))
+    return total
