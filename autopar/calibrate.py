@@ -1,5 +1,6 @@
 """Measures the devices and links that a plan is made for: alone on one device, or under torchrun on all of them.
 
+    launches      a network of operators that have next to nothing to do
     operators     each class, its forward alone and with its backward, in several shapes; coefficients by least squares
     collectives   each kind on each kind of group that a mesh axis may be, from 4 KiB to 256 MiB
     overlap       matmuls beside an all-reduce, against each of them alone
@@ -23,7 +24,9 @@ from itertools import combinations, product
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from autopar.runtime import collectives as run
 from autopar.runtime import mesh
@@ -224,9 +227,12 @@ def fitted(found: Sequence[Sample]) -> tuple[float, ...]:
     return answer
 
 
-def operator_rates(cluster: Cluster, clock: Clock, progress: Progress) -> tuple[tuple[Rates, ...], float]:
+def operator_rates(
+    cluster: Cluster, clock: Clock, launch: float, progress: Progress
+) -> tuple[tuple[Rates, ...], float]:
     """The rates of every class in every dtype, and attention's waves of the tail."""
     rates, waves = [], cluster.device.efficiency.attention_tail_waves
+    least = launch if cluster.device.kind == "cpu" else 0.0  # a GPU works while the host starts the next
     known = dict(cluster.device.flop_per_s)
     for kind, dtype in product(OperatorClass, (name for name in DTYPES if name in known)):
         if kind in NOT_TIMED:
@@ -237,7 +243,7 @@ def operator_rates(cluster: Cluster, clock: Clock, progress: Progress) -> tuple[
         counted = any(one.flop for one in found)
         if kind is OperatorClass.ATTENTION and flop > 0 and dtype == next(name for name in DTYPES if name in known):
             waves = tail / flop
-        rates.append(Rates(kind, dtype, _inverse(moved), fixed, _inverse(flop) if counted else None))
+        rates.append(Rates(kind, dtype, _inverse(moved), max(least, fixed), _inverse(flop) if counted else None))
         if kind is OperatorClass.POINTWISE:
             rates.append(replace(rates[-1], operator=OperatorClass.OTHER))
     progress("operators: optimizer")
@@ -246,6 +252,67 @@ def operator_rates(cluster: Cluster, clock: Clock, progress: Progress) -> tuple[
 
 def _inverse(seconds: float) -> float:
     return math.inf if seconds == 0 else 1 / seconds
+
+
+class SmallLayer(nn.Module):
+    """A layer of a transformer whose operators have next to nothing to do: LAYER_OPS of them, and views."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # x [rows, sequence, width]
+        rows, sequence, width = x.shape
+        y = self.norm_1(x)
+        q, k, v = (one(y).view(rows, sequence, 2, width // 2).transpose(1, 2) for one in (self.q, self.k, self.v))
+        attended = causal(q, k, v).transpose(1, 2).reshape(rows, sequence, width)
+        x = x + self.o(attended)
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
+        return out
+
+
+LAYER_OPS = 12  # that are priced: 2 norms, 6 products, attention, gelu, 2 sums
+SMALL_LAYERS = 8
+
+
+def launch_s(clock: Clock) -> float:
+    """Seconds in which the host starts an operator of a network, each once forward and once backward; views included.
+
+    An operator that is repeated alone starts three times as fast: nothing but it is in the caches.
+    """
+    return small_step_s(clock, lambda model: None) / (2 * LAYER_OPS * SMALL_LAYERS)
+
+
+def small_step_s(clock: Clock, wrap: Callable[[nn.Sequential], object]) -> float:
+    """Seconds of a forward and a backward of a few small layers, after `wrap`."""
+    with clock.device:
+        model = nn.Sequential(*(SmallLayer() for _ in range(SMALL_LAYERS)))
+        x = torch.randn(1, 4, 32)
+    wrap(model)
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return clock.seconds(step)
+
+
+def unit_s(clock: Clock, launch: float, collectives: Sequence[Sweep], ranks: int) -> float:
+    """Seconds that fully_shard takes for a unit in a microbatch beside its two gathers and its reduction."""
+
+    def sharded(model: nn.Sequential) -> None:
+        whole = init_device_mesh(clock.device.type, (ranks,))
+        for one in (*model, model):
+            unit = fully_shard(one, mesh=whole)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+    least = {s.kind: s.seconds[0] for s in collectives if s.ranks_per_node * s.nodes == ranks}
+    inside = 2 * least.get(Collective.ALL_GATHER, 0.0) + least.get(Collective.REDUCE_SCATTER, 0.0)
+    plain = 2 * LAYER_OPS * SMALL_LAYERS * launch
+    return max(0.0, (small_step_s(clock, sharded) - plain) / SMALL_LAYERS - inside)
 
 
 def optimizer_rate(device: Device, clock: Clock) -> Rates:
@@ -409,9 +476,12 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
     clock = Clock(mesh.current().device if cluster.devices > 1 else began)
     if kind == "cuda":
         _warm_up(clock)
-    operators, waves = operator_rates(cluster, clock, progress)
+    progress("eager launches")
+    launch = launch_s(clock)
+    operators, waves = operator_rates(cluster, clock, launch, progress)
     collectives = sweeps(cluster, clock, progress) if cluster.devices > 1 else ()
-    progress("overlap")
+    progress("fully_shard, overlap")
+    unit = unit_s(clock, launch, collectives, cluster.devices) if kind == "cpu" and cluster.devices > 1 else None
     slowdown = overlap_slowdown(cluster, clock) if cluster.devices > 1 else None
     return Profile(
         device=cluster.device.name,
@@ -423,6 +493,8 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         operators=operators,
         collectives=collectives,
         attention_tail_waves=waves,
+        launch_s=launch,
+        unit_s=unit,
         overlap_slowdown=slowdown,
         fixed_overhead_bytes=context,
         communicator_bytes=extra,

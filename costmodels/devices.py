@@ -108,6 +108,7 @@ class Device:
     overlap_slowdown: float  # compute takes this many times longer while a collective runs
     driver_names: tuple[str, ...]  # as torch.cuda.get_device_name() prints it
     source: str
+    unit_s: float = 0.0  # of a sharded unit in a microbatch: hooks, where they run on the core that computes
     measured: tuple[tuple[str, str, Coefficients], ...] = ()  # operator class, dtype name: in place of `efficiency`
 
     @cached_property
@@ -460,6 +461,7 @@ CPU = Device(
     overlap_slowdown=math.inf,  # gloo runs on the core that computes
     driver_names=(),
     source="one core of a 2.8 GHz Xeon, torch 2.13, gloo, November 2026",
+    unit_s=0.8e-3,  # fully_shard, one rank, torch 2.13: steps of a tiny model with and without it, November 2026
 )
 
 CATALOGUE: Mapping[str, Device] = MappingProxyType(

@@ -17,6 +17,8 @@
       bytes: [4096, 65536]
       seconds: [0.0001, 0.00012]
     attention_tail_waves: 1.3
+    launch_s: 7.0e-06                # the host starts an operator
+    unit_s: 0.0008                   # hooks of a sharded unit in a microbatch, on CPUs
     overlap_slowdown: 1.2
     fixed_overhead_bytes: 515899392  # of a process, outside the allocator
     communicator_bytes: [1556925645, 644245094]
@@ -117,6 +119,8 @@ class Profile:
     operators: tuple[Rates, ...] = ()
     collectives: tuple[Sweep, ...] = ()
     attention_tail_waves: float | None = None
+    launch_s: float | None = None
+    unit_s: float | None = None
     overlap_slowdown: float | None = None
     fixed_overhead_bytes: int | None = None
     communicator_bytes: tuple[int, ...] | None = None
@@ -139,7 +143,7 @@ class Profile:
         efficiency = device.efficiency.slower(self.compute_factor)
         if self.attention_tail_waves is not None:
             efficiency = replace(efficiency, attention_tail_waves=self.attention_tail_waves)
-        names = ("overlap_slowdown", "fixed_overhead_bytes", "communicator_bytes")
+        names = ("launch_s", "unit_s", "overlap_slowdown", "fixed_overhead_bytes", "communicator_bytes")
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(device, efficiency=efficiency, measured=measured, **given)
 
@@ -187,8 +191,9 @@ def _check(profile: Profile) -> None:
         raise Unlike("compute_factor is not above 0")
     if profile.overlap_slowdown is not None and not profile.overlap_slowdown >= 1:
         raise Unlike("overlap_slowdown is below 1")
-    if profile.attention_tail_waves is not None and not 0 <= profile.attention_tail_waves < math.inf:
-        raise Unlike("attention_tail_waves is below 0")
+    for name in ("attention_tail_waves", "launch_s", "unit_s"):
+        if not 0 <= (getattr(profile, name) or 0.0) < math.inf:
+            raise Unlike(f"{name} is below 0")
     overheads = (profile.fixed_overhead_bytes or 0, *(profile.communicator_bytes or (0, 0)))
     if len(overheads) != 3 or min(overheads) < 0:
         raise Unlike("fixed_overhead_bytes and the two communicator_bytes are not counts of bytes")

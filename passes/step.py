@@ -672,7 +672,7 @@ def _dp_uses(
 def dp_seconds(
     problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind, compute: Seconds
 ) -> float:
-    """What data parallelism adds to a step: communication that the compute of its pass does not hide, and copies.
+    """What data parallelism adds to a step: communication that the compute of its pass does not hide, copies, hooks.
 
     On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
     """
@@ -685,8 +685,11 @@ def dp_seconds(
     for (backward, passes), seconds in sorted(beside.items()):
         waits = kind is Kind.SHARDS and device.kind == "cpu"
         added += passes * (seconds if waits else exposed_seconds(hidden[backward], seconds, device))
-    copied = copied_bytes(problem, pair, stage, group, units) if kind is Kind.SHARDS and problem.copies else 0
-    return added + (operator_seconds(OperatorClass.POINTWISE, 0.0, copied, "fp32", device) if copied else 0.0)
+    if kind is not Kind.SHARDS or not problem.copies:
+        return added
+    copied = copied_bytes(problem, pair, stage, group, units)
+    hooks = device.unit_s * pair.microbatches(problem.global_batch) * sum(unit.count for unit in units)
+    return added + hooks + operator_seconds(OperatorClass.POINTWISE, 0.0, copied, "fp32", device)
 
 
 def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]) -> int:

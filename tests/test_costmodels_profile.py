@@ -30,6 +30,8 @@ PROFILE = Profile(
     ),
     collectives=(SWEEP,),
     attention_tail_waves=2.0,
+    launch_s=2e-5,
+    unit_s=1e-3,
     overlap_slowdown=math.inf,
     fixed_overhead_bytes=GIB,
     communicator_bytes=(2 * GIB, GIB),
@@ -65,7 +67,8 @@ def test_overheads_make_the_limit() -> None:
     cluster = Cluster.preset("8xh100").with_profile(PROFILE)
     taken = GIB + 2 * GIB + 3 * GIB  # context, the first of four process groups, the others
     assert cluster.memory_limit_bytes == int((cluster.device.memory_bytes - taken) / 1.04)
-    assert cluster.device.overlap_slowdown == math.inf
+    device = cluster.device
+    assert (device.overlap_slowdown, device.launch_s, device.unit_s) == (math.inf, 2e-5, 1e-3)
 
 
 def test_a_measured_step_makes_all_compute_slower() -> None:
