@@ -38,14 +38,14 @@ from costmodels.operators import OperatorClass, operator_seconds
 from costmodels.profile import Profile, Rates, Sweep
 from passes.plan import Plan
 
-ROUNDS = 5
+ROUNDS, FEW_ROUNDS = 5, 3  # few of what fills a round alone
 ROUND_S = 0.05
 LONG_S = 0.2  # cases that take longer by the priors are left out
 MEMORY_SHARE = 0.1  # of a device, that a case may take
 WARM_UP_S = 2.0  # of matmuls, until a GPU's clock is that of training
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIZES = tuple(4**n * 4096 for n in range(9))  # bytes of the full tensor, to 256 MiB
-LONG_COLLECTIVE_S = 0.5  # larger messages of this kind and group are left out
+LONG_COLLECTIVE_S = 0.5  # messages that would take longer are left out
 OVERLAPPED_BYTES = 16 * 2**20
 
 Progress = Callable[[str], None]
@@ -64,8 +64,11 @@ class Clock:
     def seconds(self, action: Callable[[], object]) -> float:
         """Median of a few rounds, each of as many repetitions as fill it."""
         self.round(action, 1)
-        repetitions = max(1, min(1000, int(ROUND_S / max(1e-6, self.round(action, 1)))))
-        return statistics.median(self.round(action, repetitions) for _ in range(ROUNDS))
+        once = self.round(action, 1)
+        repetitions = max(1, min(1000, int(ROUND_S / max(1e-6, once))))
+        return statistics.median(
+            self.round(action, repetitions) for _ in range(ROUNDS if once < ROUND_S else FEW_ROUNDS)
+        )
 
     def round(self, action: Callable[[], object], repetitions: int) -> float:
         """Seconds of one repetition; the same number on every rank."""
@@ -361,7 +364,7 @@ def _sweep(kind: Collective, size: int, clock: Clock) -> Iterator[tuple[int, flo
     for full in SIZES:
         taken = clock.seconds(_action(kind, full // 4, size, clock.device))
         yield full, taken
-        if taken > LONG_COLLECTIVE_S:
+        if 4 * taken > LONG_COLLECTIVE_S:
             return
 
 

@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every plan")
     parser.add_argument("--worker", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended"))  # processes and namespaces go first
     if options.worker:
         work(*options.worker)
         return
