@@ -11,7 +11,13 @@ fp8), or does not say what it takes to plan, is skipped with the reason, never g
 Times are given twice. By priors alone; and after one number was fitted for each (source, GPU): a factor on the speed
 of all compute, so that one row is predicted exactly. That row is, of those with a time, models of 6 B and more if there
 are any, at the most frequent sequence length, the one of median size (the first of equals, in the order of the file).
-It is left out of the score.
+It is left out of the score. And where a dozen runs or more are of one model on one cluster, after three numbers were
+fitted to three of them: the speed of all compute, the bandwidth between nodes, and what an operator takes however small
+it is. Those three rows are the ones whose times, as priced, tell most of the three numbers; no measurement is looked at
+to choose them.
+
+What the software of a run does otherwise than ours is taken from the record's words, and from the public code of the
+framework that it names (`STACKS`).
 
 Memory is compared by its kind: `allocated` with the plan's peak, `reserved` with what the allocator holds for it, and
 `smi` with that and what lies outside the allocator.
@@ -238,7 +244,7 @@ def read(record: Mapping[str, Any]) -> Run:
     )
     if shape.hidden % heads and not model.get("head_dim"):
         raise Skipped("heads do not divide the hidden size")
-    kind = str(measured.get("memory_kind") or "")
+    kind, gpu = str(measured.get("memory_kind") or ""), str(record["gpu"]).partition("-SXM")[0]
     # what the record is in doubt about is not compared
     measured_gib = None if "memory" in str(record.get("known_issues")) else measured.get("peak_memory_gib")
     return Run(
@@ -260,7 +266,7 @@ def read(record: Mapping[str, Any]) -> Run:
         sequence_parallel=record.get("sequence_parallel") if tp > 1 else None,
         core_again=core_again,
         stated=fused is not None and not record.get("known_issues"),
-        topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, on {record['num_gpus']}",
+        topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, {record['num_gpus']} {gpu}",
     )
 
 

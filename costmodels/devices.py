@@ -112,7 +112,7 @@ class Device:
 LAUNCH_S = 7e-6
 # What the host takes for it with autograd, modules and hooks around: 30 to 40 us [simumax]; 75 us in nanotron's layers
 # of one and two rows (1B grid: 6 to 8 ms a layer, whatever the GPU has to do).
-HOST_S = 50e-6
+HOST_S = 35e-6
 
 # Matmuls with rows that are no multiples of 16 bytes, times the speed of others. In batches: attention with heads of
 # 108, 150 and 225 beside 144, 216 and 224 runs at 9 to 16 of 240 TFLOP/s (A100, fp16, cuBLAS 11: bigscience,

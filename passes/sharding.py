@@ -390,7 +390,7 @@ class Programme:
             self.axis,
             chosen,
             bounds.primal_bound / SCALE,
-            bounds.dual_bound / SCALE,
+            bounds.dual_bound / SCALE / (1 + GAP * bool(self.hosted)),  # less what breaks ties there
             reason is mathopt.TerminationReason.OPTIMAL,
         )
 
@@ -493,11 +493,13 @@ class Programme:
                 add(self.tensors[t].region, moved, moved.launches, variable)
         spent = []
         for index in sorted(self.hosted):
+            layers = len(self.program.blocks[index].paths)
             for backward in (False, True):
                 taken = model.add_variable(lb=0.0)
                 for by_host in (False, True):
                     model.add_linear_constraint(mathopt.fast_sum(done[index, by_host, backward]) <= taken)
-                spent.append(len(self.program.blocks[index].paths) * taken)
+                spent.append(layers * taken)
+                spent.append(layers * GAP * mathopt.fast_sum(done[index, False, backward]))  # of equals, the least work
         return spent
 
     def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
