@@ -58,7 +58,7 @@ from passes.placements import Placement, S, collectives
 from passes.price import Axis, local_bytes
 from passes.rehearse import Rehearsal
 from passes.search import Search
-from passes.sharding import Programme, Terms
+from passes.sharding import Programme, Sharding, Tensor, Terms
 from passes.state import State, Task, run
 from passes.step import Pair, Problem, StepSeconds, Variant, loads, settle, step_seconds
 
@@ -246,7 +246,8 @@ def read(record: Mapping[str, Any]) -> Run:
         raise Skipped("heads do not divide the hidden size")
     kind, gpu = str(measured.get("memory_kind") or ""), str(record["gpu"]).partition("-SXM")[0]
     # what the record is in doubt about is not compared
-    measured_gib = None if "memory" in str(record.get("known_issues")) else measured.get("peak_memory_gib")
+    doubted = "memory" in (doubts := str(record.get("known_issues"))) and "memory is fine" not in doubts
+    measured_gib = None if doubted else measured.get("peak_memory_gib")
     return Run(
         id=record["id"],
         source=record["source"],
@@ -374,15 +375,32 @@ class Even(Cutter):
         yield tuple(calls[end] for end in accumulate(layers[:-1]))
 
 
-class Whole(Programme):
+class TensorParallel(Programme):
+    """Products run on the part of a weight that a rank holds, as Megatron's do; activations move by `moves` alone."""
+
+    moves: frozenset[Collective] = frozenset({Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER})
+
+    def may_reshard(self, tensor: Tensor, source: Placement, target: Placement) -> bool:
+        if not super().may_reshard(tensor, source, target):
+            return False
+        forward, backward = collectives(source, target)
+        if tensor.producer.key[0] == "parameter" and forward is not None:
+            return False
+        return {forward, backward} <= {None, *self.moves}
+
+    def solve(self, terms: Terms, seconds_limit: float = 60.0) -> Sharding | None:
+        """Where that is impossible, as the planner would."""
+        found = super().solve(terms, seconds_limit)
+        return found or Programme(self.program, self.axis, self.rows).solve(terms, seconds_limit)
+
+
+class Whole(TensorParallel):
     """Without sequence parallelism nothing but sums moves over tp, so that activations stay whole outside of it."""
 
-    def may_reshard(self, source: Placement, target: Placement, grad: bool) -> bool:
-        may = super().may_reshard(source, target, grad)
-        return may and {*collectives(source, target)} <= {None, Collective.ALL_REDUCE}
+    moves = frozenset({Collective.ALL_REDUCE})
 
 
-class AlongSequence(Programme):
+class AlongSequence(TensorParallel):
     """With sequence parallelism layers hand on their part of the sequence."""
 
     def boundary(self, *values: Value) -> tuple[Placement, ...]:
@@ -398,6 +416,7 @@ class Recorded(Search):
     """
 
     cutter_of = Even
+    programme_of: type[Programme] = TensorParallel
     regathers = False
 
     def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
@@ -722,7 +741,7 @@ def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Count
     for topology, group in sorted(topologies.items()):
         for name, of in (("priors", prior), ("calibrated", fitted)):
             if (found := ranking(group, of)) is not None:
-                print(f"{topology:56}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")
+                print(f"{topology:62}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")
     report_fits(fits)
     print("\nMemory, % of the measured")
     for kind in MEMORY_KINDS:
@@ -753,7 +772,7 @@ def report_fits(fits: Sequence[Fit]) -> None:
     print(
         f"\nThree scalars, by {ROWS_OF_A_FIT} rows or more of one model on one cluster; of those that are not fitted to"
     )
-    print(f"{'':56}{'rows':>5}{'MAPE':>8}{'Spearman':>10}{'regret':>8}   speed network fixed")
+    print(f"{'':62}{'rows':>5}{'MAPE':>8}{'Spearman':>10}{'regret':>8}   speed network fixed")
     for fit in fits:
         after = {row.run.id: found for row, found in fit.others}
         left = [row for row, _ in fit.others]
@@ -762,7 +781,7 @@ def report_fits(fits: Sequence[Fit]) -> None:
         said = f"{ranked[0]:10.2f}{100 * ranked[1]:8.1f}" if ranked else f"{'-':>10}{'-':>8}"
         scalars = fit.scalars
         print(
-            f"{fit.topology:56}{len(left):5}{percent(wrong, mape)}{said}   "
+            f"{fit.topology:62}{len(left):5}{percent(wrong, mape)}{said}   "
             f"{scalars.speed:5.2f} {scalars.network:7.2f} {scalars.fixed:5.1f}"
         )
         for row in fit.fitted_to:

@@ -45,7 +45,7 @@ from passes.saved import saved_operands, saved_results
 ROOT = -1
 SCALE = 1e3  # the objective in milliseconds: solvers' tolerances are absolute
 MIB = 2**20
-STARTED_BESIDE = 2.0  # times the launches of a layer's operators: the most that is started with its reshardings
+STARTED_BESIDE = 1.25  # times the launches of a layer's operators: what is started with its reshardings, at most
 GAP = 1e-4  # relative, at which an answer counts as optimal
 TIE_BREAK_S_PER_BYTE = 1e-18
 Region: TypeAlias = int  # ROOT, or the index of a block
@@ -163,7 +163,7 @@ def carried(program: Blocked) -> frozenset[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
     """A value with its producer and consumers; `weight` equal ones are routed alike."""
 
     value: Value
@@ -196,7 +196,7 @@ class Programme:
         self.make_nodes()
 
     @cached_property
-    def tensors(self) -> tuple[_Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.make_tensors())
 
     # -- what there is to decide -----------------------------------------------------------------------------------
@@ -268,12 +268,12 @@ class Programme:
 
     # -- what moves between decisions ------------------------------------------------------------------------------
 
-    def make_tensors(self) -> Iterator[_Tensor]:
+    def make_tensors(self) -> Iterator[Tensor]:
         for index in range(len(self.program.blocks)):
             yield from self.block_tensors(index)
         yield from self.root_tensors()
 
-    def block_tensors(self, index: int) -> Iterator[_Tensor]:
+    def block_tensors(self, index: int) -> Iterator[Tensor]:
         """What moves inside a block: every layer that shares it moves the same."""
         block = self.program.blocks[index]
         producers: dict[str, End] = {}
@@ -286,9 +286,9 @@ class Programme:
         for name in block.outputs:
             consumers[name].append((self.nodes["exit", index, name], 0))
         for name, (node, result) in producers.items():
-            yield _Tensor(block.values[name], node, result, tuple(consumers[name]), len(block.paths), index)
+            yield Tensor(block.values[name], node, result, tuple(consumers[name]), len(block.paths), index)
 
-    def root_tensors(self) -> Iterator[_Tensor]:
+    def root_tensors(self) -> Iterator[Tensor]:
         """What moves outside of blocks and between layers; equal wires are one tensor with their number as weight."""
         program = self.program
         producers: dict[str, End] = {}
@@ -305,12 +305,12 @@ class Programme:
             for j, arg in enumerate(call.args):
                 consumers[arg].append((self.nodes["entry", call.block, block.inputs[j].name], 0))
         consumers[program.loss].append((self.nodes["loss", ROOT, program.loss], 0))
-        equal: dict[tuple[object, ...], list[_Tensor]] = defaultdict(list)
+        equal: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
         for name, (node, result) in producers.items():
             # the next layer of the same kind takes its input as it lies: `layers_chain`
             readers = tuple(dict.fromkeys(end for end in consumers[name] if not self.is_carried(node, end[0])))
             key = (node.key, result, tuple((c.key, i) for c, i in readers))
-            equal[key].append(_Tensor(program.values[name], node, result, readers, 1))
+            equal[key].append(Tensor(program.values[name], node, result, readers, 1))
         for tensors in equal.values():
             yield replace(tensors[0], weight=len(tensors))
 
@@ -345,7 +345,7 @@ class Programme:
         for t, tensor in enumerate(self.tensors):
             for source in self.given(tensor):
                 for target in self.asked(tensor):
-                    if self.may_reshard(source, target, tensor.value.grad):
+                    if self.may_reshard(tensor, source, target):
                         z[t, source, target] = model.add_variable(lb=0.0, ub=1.0)
         self.one_strategy_each(model, x)
         self.wanted_is_routed(model, x, z)
@@ -414,13 +414,13 @@ class Programme:
                 held += tensor.weight * sum(local_bytes(tensor.value, q, self.axis.ranks) for q in targets)
         return held
 
-    def may_reshard(self, source: Placement, target: Placement, grad: bool) -> bool:
-        return can_reshard(source, target, grad)
+    def may_reshard(self, tensor: Tensor, source: Placement, target: Placement) -> bool:
+        return can_reshard(source, target, tensor.value.grad)
 
-    def given(self, tensor: _Tensor) -> tuple[Placement, ...]:
+    def given(self, tensor: Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.results[tensor.result] for s in tensor.producer.options))
 
-    def asked(self, tensor: _Tensor) -> tuple[Placement, ...]:
+    def asked(self, tensor: Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.operands[i] for c, i in tensor.consumers for s in c.options))
 
     def node_seconds(self, node: Node, strategy: Strategy, terms: Terms) -> float:
