@@ -15,7 +15,10 @@ from passes.graph import Op, Ref, map_op
 
 @dataclass(frozen=True)
 class Shape:
-    """What a decoder looks like; `fused` attention writes no probabilities down."""
+    """What a decoder looks like.
+
+    Fused attention writes no probabilities down, a fused gate nothing but its result, a fused loss no fp32 logits.
+    """
 
     layers: int
     hidden: int
@@ -29,6 +32,8 @@ class Shape:
     tied: bool
     learned_positions: int
     fused: bool
+    fused_gate: bool
+    fused_loss: bool
 
 
 class Attention(nn.Module):
@@ -43,7 +48,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.hidden, kv, bias=bias)
         self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         shape = self.shape
         rows, sequence, _ = x.shape
         q, k, v = (
@@ -56,8 +61,8 @@ class Attention(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.kv_heads < shape.heads)
         else:
             k, v = (one.repeat_interleave(shape.heads // shape.kv_heads, 1) for one in (k, v))
-            scores = q @ k.transpose(-2, -1) / math.sqrt(shape.head_dim) + mask
-            attended = torch.softmax(scores, -1) @ v
+            scores = q @ k.transpose(-2, -1) / math.sqrt(shape.head_dim)
+            attended = torch.softmax(scores if mask is None else scores + mask, -1) @ v
         out: Tensor = self.o(attended.transpose(1, 2).reshape(rows, sequence, -1))
         return out
 
@@ -70,12 +75,18 @@ def halves_swapped(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=not shape.gated)
+        self.fused = shape.gated and shape.fused_gate
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated and not self.fused else None
+        self.up = nn.Linear(shape.hidden, shape.ffn * (1 + self.fused), bias=not shape.gated)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=not shape.gated)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.silu(self.gate(x)) * self.up(x) if self.gate is not None else F.gelu(self.up(x))
+        if self.fused:
+            inner = F.glu(self.up(x))  # another function than SwiGLU, of the same bytes in and out
+        elif self.gate is not None:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        else:
+            inner = F.gelu(self.up(x))
         out: Tensor = self.down(inner)
         return out
 
@@ -87,16 +98,17 @@ class Layer(nn.Module):
         self.before_attention, self.before_ffn = norm(shape.hidden), norm(shape.hidden)
         self.attention, self.ffn = Attention(shape), FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attention(self.before_attention(x), cos, sin, mask)
         return x + self.ffn(self.before_ffn(x))
 
 
 class Decoder(nn.Module):
-    """Token ids [rows, sequence] to logits [rows, sequence, vocab]."""
+    """Token ids [rows, sequence] to logits [rows, sequence, vocab], or to the loss of each row if that is fused."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.learned_positions, shape.hidden) if shape.learned_positions else None
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -106,7 +118,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(shape.sequence, shape.head_dim))
-        self.register_buffer("mask", torch.empty(shape.sequence, shape.sequence))
+        self.register_buffer("mask", None if shape.fused else torch.empty(shape.sequence, shape.sequence))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -115,7 +127,20 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, self.cos, self.sin, self.mask)
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        return stand_in_for_fused_loss(logits) if self.shape.fused_loss else logits
+
+
+def stand_in_for_fused_loss(logits: Tensor) -> Tensor:
+    """Of each row; not cross-entropy, but it keeps and moves what a fused kernel of it does.
+
+    The logits are kept as they are, in the compute dtype, and their gradients are made beside them in one pass.
+    """
+    return F.silu(logits).sum((1, 2))
+
+
+def of_rows(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a model that gives that of each row."""
+    return losses.sum()
 
 
 def next_token(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -11,7 +11,13 @@ fp8), or does not say what it takes to plan, is skipped with the reason, never g
 Times are given twice. By priors alone; and after one number was fitted for each (source, GPU): a factor on the speed
 of all compute, so that one row is predicted exactly. That row is, of those with a time, models of 6 B and more if there
 are any, at the most frequent sequence length, the one of median size (the first of equals, in the order of the file).
-It is left out of the score.
+It is left out of the score. And where a dozen runs or more are of one model on one cluster, after three numbers were
+fitted to three of them: the speed of all compute, the bandwidth between nodes, and what an operator takes however small
+it is. Those three rows are the ones whose times, as priced, tell most of the three numbers; no measurement is looked at
+to choose them.
+
+What the software of a run does otherwise than ours is taken from the record's words, and from the public code of the
+framework that it names (`STACKS`).
 
 Memory is compared by its kind: `allocated` with the plan's peak, `reserved` with what the allocator holds for it, and
 `smi` with that and what lies outside the allocator.
@@ -30,31 +36,42 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
-from decoder import Decoder, Shape, deepened, next_token
+from decoder import Decoder, Shape, deepened, next_token, of_rows
 
 from costmodels.cluster import EXPECTED_COMMUNICATORS, Cluster
-from costmodels.devices import GIB, Coefficients, Device, Efficiencies, device_named
+from costmodels.devices import GIB, LAUNCH_S, Coefficients, Efficiencies, device_named
 from costmodels.errors import AutoparError
-from costmodels.memory import outside_allocator_bytes
+from costmodels.groups import Collective
+from costmodels.memory import FP32_BYTES, outside_allocator_bytes
 from costmodels.schedules import Queue
 from passes.cutting import Cutter, Uncut
-from passes.lower import LocalCall
+from passes.graph import Value
+from passes.lower import LocalCall, LocalRegion, Reshard
 from passes.pipeline import PIPELINE, problem_of
+from passes.placements import Placement, S, collectives
+from passes.price import Axis, local_bytes
+from passes.rehearse import Rehearsal
 from passes.search import Search
-from passes.sharding import Terms
+from passes.sharding import Programme, Sharding, Tensor, Terms
 from passes.state import State, Task, run
-from passes.step import Pair, StepSeconds
+from passes.step import Pair, Problem, StepSeconds, Variant, loads, settle, step_seconds
 
 WORKERS = 2
+SEQUENCE_DIM = 1  # of what layers hand on
 FEW = 3  # layers that are captured; the others are like them
 FITTED_TO = 1e-3  # of the measured time
 FIT_STEPS = 6
+# Standard deviations: of the logarithms of the scalars around the priors, and of a measured time
+SPREAD = {"speed": 0.2, "network": 1.0, "fixed": 2.0}
+NOISE = 0.02
+STEP = 1.05  # a scalar is varied by, for slopes
+ROWS_OF_A_FIT = 12
 LARGE = 6.0  # billions of parameters
 TARGET_PERCENT = {"time": 8.0, "bias": 3.0, "source": 12.0}
 DEARER = 3.0  # times the work of a step: parameters, where all are cut
@@ -66,15 +83,32 @@ DEVICES: Mapping[str, tuple[str, float | None]] = {
     "A100-40GB-SXM": ("a100-40", None),
     "A800-80GB-SXM": ("a100-80", 200e9),
     "H100-80GB-SXM": ("h100", None),
+    "H100-96GB-HBM2e-500W": ("h100-hbm2e-96", None),
     "H800-80GB": ("h100", 200e9),
     "H200-141GB-SXM": ("h200", None),
     "B200": ("b200", None),
     "GB200": ("gb200", None),
 }
-# torchtitan's: 96 GB of HBM2e, 500 W (pytorch/torchtitan benchmarks/llama3_h100_202412)
-HBM2E_96 = "H100-96GB-HBM2e-500W"
-HBM2E_BYTES_PER_S = 2.4e12
+# FlashAttention "reaching only 25-40% of the theoretical maximum FLOPs/s", its successor 50 to 73 % (arXiv 2307.08691)
+FLASH_ATTENTION_1 = 0.55
 MEMORY_KINDS = ("allocated", "reserved", "smi")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What the software of a run does otherwise than ours, as its record or its public code says."""
+
+    attention: float = 1.0  # times the speed of the attention kernels in the catalogue
+    fused_gate: bool = False  # keeps what goes into a gated activation and what comes out, nothing between
+    fused_loss: bool = False  # takes logits as they are, and keeps nothing in fp32
+    regathers: bool = False  # what is gathered along the sequence is gathered again for the backward, not kept
+    vocabulary_multiple: int = 1  # of the ranks of tp: the vocabulary is filled up to it
+    overlaps: bool = True  # gradients are reduced while others are computed
+    gradient_bytes: int = 4  # these as in Problem
+    reduced_bytes: int = 4
+    sends_parts: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +120,7 @@ class Run:
     gpu: str
     parameters_b: float
     shape: Shape
+    stack: Stack
     cluster: Cluster
     global_batch: int
     precision: str
@@ -93,7 +128,10 @@ class Run:
     measured_s: float | None
     measured_gib: float | None
     memory_kind: str
+    first_rank: bool  # the memory is that of the first stage, not of the fullest
     out_of_memory: bool
+    sequence_parallel: bool | None
+    core_again: bool  # attention is not fused, and its core recomputed
     stated: bool  # nothing of it is unknown or flagged
     topology: str  # runs of one model on one cluster are ranked among themselves
 
@@ -105,9 +143,38 @@ class Row:
     run: Run
     prior: StepSeconds
     peak_bytes: int
+    flat_bytes: int  # beside them in what the allocator holds
     fits: bool
     calibrated_s: float | None = None
     calibration: bool = False
+
+
+# arguments.py: make_vocab_size_divisible_by = 128 times the ranks of tp, bias_swiglu_fusion;
+# core/tensor_parallel/layers.py gathers the input of a product with sequence parallelism in both passes
+MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128)
+# What public code says of a framework; the first whose name is in a record's.
+STACKS: Mapping[str, Stack] = {
+    # scripts/train/benchmarking/submit_benchmarks.py: attn_impl = "triton", the kernel of FlashAttention 1;
+    # models/mpt/modeling_mpt.py: loss_fn = "fused_crossentropy"
+    "llm-foundry": Stack(attention=FLASH_ATTENTION_1, fused_loss=True),
+    # solver/optimizer/hybrid_zero_optim.py reduces gradients as they are; model/losses: flash_attn's cross-entropy
+    "InternEvo": Stack(fused_loss=True, gradient_bytes=2, reduced_bytes=2),
+    # as Megatron-LM; DeepSpeed's runtime/pipe/engine.py reduces after all microbatches, and sends partitioned tensors
+    "Megatron-DeepSpeed": replace(MEGATRON, overlaps=False, sends_parts=True),
+    # training.py, arguments.py: reduces after all microbatches unless asked (overlap_grad_reduce), and sends parts
+    # (scatter_gather_tensors_in_pipeline)
+    "Megatron-LM": replace(MEGATRON, overlaps=False, sends_parts=True),
+    # Megatron-Core and what is built on it, whose recipes ask for overlap
+    "Megatron": MEGATRON,
+    "NeMo": MEGATRON,
+    # lit_gpt: FusedCrossEntropyLoss, xformers' SwiGLU
+    "lit-gpt": Stack(fused_gate=True, fused_loss=True),
+    # runtime/zero: communication_data_type is that of the model
+    "DeepSpeed": Stack(gradient_bytes=2, reduced_bytes=2),
+    "torchtitan": Stack(copies=True),  # the fully_shard that our programs have too
+    # policies/mixed_precision.py: bfSixteen reduces in bf16
+    "fms-fsdp": Stack(reduced_bytes=2),
+}
 
 
 class Skipped(Exception):
@@ -142,7 +209,9 @@ def read(record: Mapping[str, Any]) -> Run:
     if record["global_batch"] % (dp * record["micro_batch"]):
         raise Skipped("the microbatch does not divide the batch")
     recompute, fused = str(record["recompute"]), record.get("flash_attention")
+    core_again = False
     if recompute.startswith("selective (attention core)"):
+        core_again = fused is False
         recompute, fused = "none", True  # what is recomputed is what fused attention never keeps
     if recompute not in ("none", "full"):
         raise Skipped(f"recompute {recompute}")
@@ -157,6 +226,7 @@ def read(record: Mapping[str, Any]) -> Run:
             raise Skipped("virtual stages not stated")
         fix["virtual_stages"] = record["vpp"]
         fix["schedule"] = "1f1b" if record["vpp"] == 1 else "interleaved"
+    stack = stack_of(record)
     kv_heads, heads = model.get("kv_heads") or model["heads"], model["heads"]
     shape = Shape(
         layers=model["layers"],
@@ -165,33 +235,66 @@ def read(record: Mapping[str, Any]) -> Run:
         kv_heads=kv_heads,
         head_dim=model.get("head_dim") or model["hidden"] // heads,
         ffn=model["ffn_hidden"],
-        vocab=model["vocab"],
+        vocab=-(-model["vocab"] // (stack.vocabulary_multiple * tp)) * stack.vocabulary_multiple * tp,
         sequence=model["seq_len"],
         gated=bool(model.get("gated_mlp")),
         tied=bool(model.get("tied_embeddings")),
         learned_positions=model.get("learned_pos") or 0,
         fused=fused is not False,
+        fused_gate=stack.fused_gate,
+        fused_loss=stack.fused_loss,
     )
     if shape.hidden % heads and not model.get("head_dim"):
         raise Skipped("heads do not divide the hidden size")
-    kind = str(measured.get("memory_kind") or "")
+    kind, gpu = str(measured.get("memory_kind") or ""), str(record["gpu"]).partition("-SXM")[0]
+    # what the record is in doubt about is not compared
+    doubted = "memory" in (doubts := str(record.get("known_issues"))) and "memory is fine" not in doubts
+    measured_gib = None if doubted else measured.get("peak_memory_gib")
     return Run(
         id=record["id"],
         source=record["source"],
         gpu=record["gpu"],
         parameters_b=model.get("params_b") or 0.0,
         shape=shape,
-        cluster=cluster_of(record),
+        stack=stack,
+        cluster=cluster_of(record, stack),
         global_batch=record["global_batch"],
         precision="bf16",  # fp16 moves and holds as much
         fix=tuple(fix.items()),
         measured_s=seconds_of(record),
-        measured_gib=measured.get("peak_memory_gib"),
+        measured_gib=measured_gib,
         memory_kind=next((k for k in MEMORY_KINDS if k in kind.replace("nvidia-smi", "smi")), ""),
+        first_rank="rank 0" in kind,
         out_of_memory=bool(measured.get("oom")),
+        sequence_parallel=record.get("sequence_parallel") if tp > 1 else None,
+        core_again=core_again,
         stated=fused is not None and not record.get("known_issues"),
-        topology=f"{record['source']} {model['layers']}x{model['hidden']} on {record['num_gpus']}",
+        topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, {record['num_gpus']} {gpu}",
     )
+
+
+def stack_of(record: Mapping[str, Any]) -> Stack:
+    """From the framework, the precision and the words of a record.
+
+    Gradients of fp16 are fp16 until the optimizer (apex O2, Megatron-LM, DeepSpeed), and so are those of bf16 where
+    the framework reduces what the parameters give it.
+    """
+    framework = str(record["framework"] or "")
+    said = f"{record['optimizer'] or ''}; {record['notes'] or ''}".lower()
+    stack = next((stack for name, stack in STACKS.items() if name in framework), Stack())
+    if "fused cross-entropy" in said:
+        stack = replace(stack, fused_loss=True)
+    if record.get("torch_compile"):
+        stack = replace(stack, fused_gate=True)
+    if record["precision"] == "fp16":
+        stack = replace(stack, gradient_bytes=2, reduced_bytes=2)
+    if "bf16 gradient reduction" in said or "gradients accumulated in bf16" in said:
+        stack = replace(stack, gradient_bytes=2, reduced_bytes=2)
+    if "accumulating gradients in fp32" in said:  # beside those of bf16
+        stack = replace(stack, gradient_bytes=6)
+    if "params and reduction in bf16" in said:
+        stack = replace(stack, reduced_bytes=2)
+    return stack
 
 
 def seconds_of(record: Mapping[str, Any]) -> float | None:
@@ -207,18 +310,21 @@ def seconds_of(record: Mapping[str, Any]) -> float | None:
     return None
 
 
-def cluster_of(record: Mapping[str, Any]) -> Cluster:
+def cluster_of(record: Mapping[str, Any], stack: Stack) -> Cluster:
     gpu, local = record["gpu"], min(record["gpus_per_node"] or 8, record["num_gpus"])
-    if gpu == HBM2E_96:
-        device, within = device_named("h100"), None
-        device = replace(
-            device, name="h100-hbm2e-96", memory_bytes=round(95 * GIB), memory_bytes_per_s=HBM2E_BYTES_PER_S
-        )
-    elif gpu in DEVICES:
-        name, within = DEVICES[gpu]
-        device = device_named(name)
-    else:
+    if gpu not in DEVICES:
         raise Skipped(f"{gpu} is not in the catalogue")
+    name, within = DEVICES[gpu]
+    device = device_named(name)
+    table = device.efficiency
+    kernel = replace(table.attention, peak_fraction=table.attention.peak_fraction * stack.attention)
+    device = replace(device, efficiency=replace(table, attention=kernel))
+    if record.get("torch_compile"):
+        device = replace(device, launch_s=LAUNCH_S)
+    if not stack.overlaps:
+        device = replace(device, overlap_slowdown=math.inf)
+    if context := re.search(r"CUDA context, about ([\d.]+) GiB", str(record["measured"].get("memory_kind"))):
+        device = replace(device, fixed_overhead_bytes=round(float(context[1]) * GIB))
     nodes, left = divmod(record["num_gpus"], local)
     if left:
         raise Skipped("the GPUs do not fill their nodes")
@@ -253,7 +359,8 @@ def captured(shape: Shape, rows: int) -> State:
         model = Decoder(replace(shape, layers=FEW))
     ids = torch.empty(rows, shape.sequence, dtype=torch.long, device="meta")
     anywhere = Cluster.preset("8xh100")
-    task = Task(model, {"ids": ids, "labels": ids}, next_token, anywhere, rows, "bf16", "adamw", {})
+    loss = of_rows if shape.fused_loss else next_token
+    task = Task(model, {"ids": ids, "labels": ids}, loss, anywhere, rows, "bf16", "adamw", {})
     state = run(PIPELINE[:4], State(task, lambda text: None, lambda: False))
     assert state.blocked is not None, "BLOCKS has run"
     return replace(state, blocked=deepened(state.blocked, shape.layers))
@@ -270,6 +377,39 @@ class Even(Cutter):
         yield tuple(calls[end] for end in accumulate(layers[:-1]))
 
 
+class TensorParallel(Programme):
+    """Products run on the part of a weight that a rank holds, as Megatron's do; activations move by `moves` alone."""
+
+    moves: frozenset[Collective] = frozenset({Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER})
+
+    def may_reshard(self, tensor: Tensor, source: Placement, target: Placement) -> bool:
+        if not super().may_reshard(tensor, source, target):
+            return False
+        forward, backward = collectives(source, target)
+        if tensor.producer.key[0] == "parameter" and forward is not None:
+            return False
+        return {forward, backward} <= {None, *self.moves}
+
+    def solve(self, terms: Terms, seconds_limit: float = 60.0) -> Sharding | None:
+        """Where that is impossible, as the planner would."""
+        found = super().solve(terms, seconds_limit)
+        return found or Programme(self.program, self.axis, self.rows).solve(terms, seconds_limit)
+
+
+class Whole(TensorParallel):
+    """Without sequence parallelism nothing but sums moves over tp, so that activations stay whole outside of it."""
+
+    moves = frozenset({Collective.ALL_REDUCE})
+
+
+class AlongSequence(TensorParallel):
+    """With sequence parallelism layers hand on their part of the sequence."""
+
+    def boundary(self, *values: Value) -> tuple[Placement, ...]:
+        every = super().boundary(*values)
+        return tuple(p for p in every if isinstance(p, S) and p.dim == SEQUENCE_DIM) or every
+
+
 class Recorded(Search):
     """The search within a recorded plan.
 
@@ -278,41 +418,158 @@ class Recorded(Search):
     """
 
     cutter_of = Even
+    programme_of: type[Programme] = TensorParallel
+    regathers = False
+
+    def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
+        found = super().rehearsed(variant)
+        if not self.regathers:
+            return found
+        again = [gathered_bytes(region, variant.settled.pair.tp) for region in variant.settled.lowered.blocks]
+        return tuple(
+            replace(
+                one,
+                blocks=tuple(replace(b, saved_bytes=b.saved_bytes - g) for b, g in zip(one.blocks, again, strict=True)),
+            )
+            for one in found
+        )
 
     def terms(self, pair: Pair, zero: int, group: int) -> Terms:
         dear = DEARER * self.bounds.seconds(pair) / max(1, self.problem.trained // pair.tp)
         return replace(super().terms(pair, zero, group), element_s=dear)
 
 
-def predicted(run_: Run, speed: float = 1.0) -> tuple[StepSeconds, int]:
-    """A step and its peak bytes of live tensors; `speed` is a factor on that of all compute."""
-    cluster = replace(run_.cluster, device=faster(run_.cluster.device, speed), memory_limit_bytes=WITHOUT_LIMIT)
-    state = captured(run_.shape, run_.global_batch)
+def gathered_bytes(region: LocalRegion, ranks: int) -> int:
+    """What a layer's activations grow by where they are gathered over tp."""
+    weights = {p.value.name for p, _ in region.parameters}
+    moved = (s for s in region.statements if isinstance(s, Reshard) and s.value.name not in weights)
+    return sum(
+        local_bytes(s.value, s.target, ranks) - local_bytes(s.value, s.source, ranks)
+        for s in moved
+        if collectives(s.source, s.target)[0] is Collective.ALL_GATHER
+    )
+
+
+class RecordedWhole(Recorded):
+    programme_of = Whole
+
+
+class RecordedAlongSequence(Recorded):
+    programme_of = AlongSequence
+
+
+SEARCHES = {None: Recorded, False: RecordedWhole, True: RecordedAlongSequence}  # by what is said of the sequence
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recorded plan, found once and priced often."""
+
+    problem: Problem
+    variant: Variant
+    by_rank: tuple[int, ...]  # the peak bytes of live tensors of each pp rank
+
+    @property
+    def flat_bytes(self) -> int:
+        """Of the gradients in fp32 that the optimizer makes of those in less: one block of a rank's part of them.
+
+        The allocator keeps what activations were in, but in pieces that are too small for it.
+        """
+        if self.problem.gradient_bytes >= FP32_BYTES:
+            return 0
+        every = loads(self.problem, self.variant)
+        trained = max(sum(every[stage].trained for stage in own) for own in self.variant.by_rank)
+        return FP32_BYTES * trained // self.variant.shards
+
+    def seconds(self, scalars: Scalars) -> StepSeconds:
+        """A step of the plan on a cluster that is so much faster."""
+        cluster = scalars.of(self.problem.cluster)
+        problem, old = replace(self.problem, cluster=cluster), self.variant.settled
+        axis = Axis.of(cluster, "tp", old.pair.tp, 1)
+        settled = settle(problem, old.pair, replace(old.lowered.sharding, axis=axis))
+        return step_seconds(problem, replace(self.variant, settled=settled))
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Factors that a whole cluster may be calibrated by."""
+
+    speed: float = 1.0  # of all compute
+    network: float = 1.0  # of the bandwidth between nodes
+    fixed: float = 1.0  # of the time that an operator takes however small it is
+
+    def of(self, cluster: Cluster) -> Cluster:
+        def scaled(one: Coefficients) -> Coefficients:
+            return Coefficients(
+                one.peak_fraction * self.speed, one.bandwidth_fraction * self.speed, one.fixed_s * self.fixed
+            )
+
+        table = cluster.device.efficiency
+        given = {f.name: getattr(table, f.name) for f in fields(Efficiencies)}
+        changed = {name: scaled(one) for name, one in given.items() if isinstance(one, Coefficients)}
+        device = replace(cluster.device, efficiency=replace(table, **changed))
+        inter_node = replace(cluster.inter_node, bytes_per_s=cluster.inter_node.bytes_per_s * self.network)
+        return replace(cluster, device=device, inter_node=inter_node)
+
+
+@cache
+def planned(run_: Run, fused: bool) -> Planned:
+    """Raises AutoparError where there is no such plan. `fused`: whether attention is."""
+    cluster = replace(run_.cluster, memory_limit_bytes=WITHOUT_LIMIT)
+    state = captured(replace(run_.shape, fused=fused), run_.global_batch)
     state = replace(state, task=replace(state.task, cluster=cluster, fix=dict(run_.fix)))
-    # what was published ran on other pipelines than torch's, whose transfers hold up each other
-    problem = replace(problem_of(state), queue=Queue.FREE)
-    found = Recorded(problem, lambda text: None, lambda: False).run()
-    return found.best.seconds, max(held.peak for held in found.by_rank)
+    stack = run_.stack
+    problem = replace(
+        problem_of(state),
+        # what was published ran on other pipelines than torch's, whose transfers hold up each other
+        queue=Queue.FREE,
+        gradient_bytes=stack.gradient_bytes,
+        reduced_bytes=stack.reduced_bytes,
+        sends_parts=stack.sends_parts,
+        copies=stack.copies,
+    )
+    searched = SEARCHES[run_.sequence_parallel](problem, lambda text: None, lambda: False)
+    searched.regathers = stack.regathers
+    found = searched.run()
+    return Planned(problem, found.best.variant, tuple(held.peak for held in found.by_rank))
 
 
-def faster(device: Device, speed: float) -> Device:
-    """The device with every operator so many times as fast."""
-
-    def scaled(one: Coefficients) -> Coefficients:
-        return Coefficients(one.peak_fraction * speed, one.bandwidth_fraction * speed, one.fixed_s / speed)
-
-    given = {f.name: getattr(device.efficiency, f.name) for f in fields(Efficiencies)}
-    changed = {name: scaled(one) for name, one in given.items() if isinstance(one, Coefficients)}
-    return replace(device, efficiency=replace(device.efficiency, **changed))
+def seconds(run_: Run, scalars: Scalars) -> float:
+    """Of a step. A core of attention that is recomputed is priced as one that keeps what it makes."""
+    return planned(run_, run_.shape.fused and not run_.core_again).seconds(scalars).total
 
 
 def price(run_: Run) -> Row | str:
     """The row by priors, or why there is none."""
     try:
-        seconds, peak = predicted(run_)
+        plan = planned(run_, run_.shape.fused)
+        step = planned(run_, run_.shape.fused and not run_.core_again).seconds(Scalars())
     except AutoparError as error:
         return str(error).splitlines()[0]
-    return Row(run_, seconds, peak, peak <= run_.cluster.memory_limit_bytes)
+    held = plan.by_rank
+    fits = max(held) <= run_.cluster.memory_limit_bytes
+    return Row(run_, step, held[0] if run_.first_rank else max(held), plan.flat_bytes, fits)
+
+
+class Workers:
+    """Processes among which the runs are shared out, each with the plans of its own."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pools = [context.Pool(1) for _ in range(WORKERS)]
+        shapes = list(dict.fromkeys(one.shape for one in runs))  # those of one shape share a capture
+        self.pool_of = {one: self.pools[shapes.index(one.shape) % WORKERS] for one in runs}
+
+    def map(self, function: Callable[..., T], jobs: Iterable[tuple[Run, *tuple[Any, ...]]]) -> list[T]:
+        """Of jobs whose first argument is a run."""
+        begun = [self.pool_of[job[0]].apply_async(function, job) for job in jobs]
+        return [one.get() for one in begun]
+
+    def seconds(self, runs: Iterable[Run], scalars: Scalars) -> list[float]:
+        return self.map(seconds, [(one, scalars) for one in runs])
+
+
+# -- calibration ------------------------------------------------------------------------------------------------------
 
 
 def fitted_speed(run_: Run) -> float:
@@ -321,23 +578,72 @@ def fitted_speed(run_: Run) -> float:
     speed, compute_share = 1.0, 1.0
     before: tuple[float, float] | None = None
     for _ in range(FIT_STEPS):
-        seconds = predicted(run_, speed)[0].total
-        if abs(seconds / run_.measured_s - 1) < FITTED_TO:
+        found = seconds(run_, Scalars(speed))
+        if abs(found / run_.measured_s - 1) < FITTED_TO:
             break
         if before is not None and before[0] != speed:
-            slope = math.log(seconds / before[1]) / math.log(speed / before[0])
+            slope = math.log(found / before[1]) / math.log(speed / before[0])
             compute_share = min(1.0, max(0.2, -slope))
-        before = speed, seconds
-        speed *= (seconds / run_.measured_s) ** (1 / compute_share)
+        before = speed, found
+        speed *= (found / run_.measured_s) ** (1 / compute_share)
     return speed
 
 
-def calibrated(job: tuple[Run, float]) -> float | None:
-    run_, speed = job
-    try:
-        return predicted(run_, speed)[0].total
-    except AutoparError:
-        return None
+def slopes(workers: Workers, runs: Sequence[Run], at: Scalars) -> tuple[list[float], torch.Tensor]:
+    """Seconds of runs, and the slopes of their logarithms along those of the scalars [runs, scalars]."""
+    now = workers.seconds(runs, at)
+    columns = []
+    for name in SPREAD:
+        more = workers.seconds(runs, replace(at, **{name: getattr(at, name) * STEP}))
+        columns.append([math.log(b / a) / math.log(STEP) for a, b in zip(now, more, strict=True)])
+    return now, torch.tensor(columns, dtype=torch.float64).T
+
+
+def telling(jacobian: torch.Tensor) -> tuple[int, ...]:
+    """The three rows that by the priors tell most of the scalars (D-optimal); no error is looked at."""
+    prior = torch.diag(torch.tensor([s**-2 for s in SPREAD.values()], dtype=torch.float64))
+
+    def told(rows: tuple[int, ...]) -> float:
+        part = jacobian[list(rows)]
+        return float(torch.logdet(part.T @ part / NOISE**2 + prior))
+
+    return max(combinations(range(len(jacobian)), len(SPREAD)), key=told)
+
+
+def fitted_scalars(workers: Workers, runs: Sequence[Run]) -> Scalars:
+    """The likeliest scalars, given the priors' and the measurements' spread (Gauss-Newton on logarithms)."""
+    precision = torch.tensor([s**-2 for s in SPREAD.values()], dtype=torch.float64)
+    logs = torch.zeros(len(SPREAD), dtype=torch.float64)
+    for _ in range(FIT_STEPS):
+        at = Scalars(**dict(zip(SPREAD, logs.exp().tolist(), strict=True)))
+        now, jacobian = slopes(workers, runs, at)
+        left = [math.log((one.measured_s or t) / t) for one, t in zip(runs, now, strict=True)]
+        gradient = jacobian.T @ torch.tensor(left, dtype=torch.float64) / NOISE**2 - precision * logs
+        step = torch.linalg.solve(jacobian.T @ jacobian / NOISE**2 + torch.diag(precision), gradient)
+        logs += step.clamp(-1.0, 1.0)
+        if float(step.abs().max()) < FITTED_TO:
+            break
+    return Scalars(**dict(zip(SPREAD, logs.exp().tolist(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Runs of one model on one cluster, after three scalars were fitted to three of them."""
+
+    topology: str
+    scalars: Scalars
+    fitted_to: tuple[Row, ...]
+    others: tuple[tuple[Row, float], ...]  # and their seconds
+
+
+def fit_three(workers: Workers, topology: str, rows: Sequence[Row]) -> Fit:
+    runs = [row.run for row in rows]
+    _, jacobian = slopes(workers, runs, Scalars())
+    chosen = telling(jacobian)
+    scalars = fitted_scalars(workers, [runs[i] for i in chosen])
+    after = workers.seconds(runs, scalars)
+    others = tuple((row, after[i]) for i, row in enumerate(rows) if i not in chosen)
+    return Fit(topology, scalars, tuple(rows[i] for i in chosen), others)
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------
@@ -392,8 +698,12 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def ranking(rows: Sequence[Row], of: Callable[[Row], float | None]) -> tuple[float, float] | None:
-    """Spearman's correlation, and how much slower the row that is predicted fastest is than the fastest."""
-    pairs = [(p, row.run.measured_s) for row in rows if (p := of(row)) is not None and row.run.measured_s is not None]
+    """Spearman's correlation, and how much slower the row that is predicted fastest is than the fastest, per sample."""
+    pairs = [
+        (p / row.run.global_batch, row.run.measured_s / row.run.global_batch)
+        for row in rows
+        if (p := of(row)) is not None and row.run.measured_s is not None
+    ]
     if len(pairs) < 5 or len({p for p, _ in pairs}) < 2:
         return None
     predicted_, measured = zip(*pairs, strict=True)
@@ -404,13 +714,13 @@ def ranking(rows: Sequence[Row], of: Callable[[Row], float | None]) -> tuple[flo
 def held_gib(row: Row) -> float | None:
     """What the row's kind of memory is predicted to be."""
     device = row.run.cluster.device
-    reserved = row.peak_bytes * (1 + device.fragmentation)
+    reserved = (row.peak_bytes + row.flat_bytes) * (1 + device.fragmentation)
     outside = outside_allocator_bytes(device, EXPECTED_COMMUNICATORS if row.run.cluster.devices > 1 else 0)
     found = {"allocated": row.peak_bytes, "reserved": reserved, "smi": reserved + outside}.get(row.run.memory_kind)
     return None if found is None else found / GIB
 
 
-def report(rows: Sequence[Row], skipped: Mapping[str, Counter[str]]) -> None:
+def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Counter[str]]) -> None:
     prior, fitted = (lambda row: row.prior.total), (lambda row: None if row.calibration else row.calibrated_s)
     print("Time, % of the measured (cal: after one scalar per source and GPU, the calibration row left out)")
     print(f"{'source':30}{'GPU':22}{'rows':>5}{'MAPE':>8}{'median':>8}{'bias':>8}{'MAPE cal':>10}{'bias cal':>10}")
@@ -434,7 +744,8 @@ def report(rows: Sequence[Row], skipped: Mapping[str, Counter[str]]) -> None:
     for topology, group in sorted(topologies.items()):
         for name, of in (("priors", prior), ("calibrated", fitted)):
             if (found := ranking(group, of)) is not None:
-                print(f"{topology:52}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")
+                print(f"{topology:62}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")
+    report_fits(fits)
     print("\nMemory, % of the measured")
     for kind in MEMORY_KINDS:
         for source in sorted({r.run.source for r in rows}):
@@ -460,6 +771,26 @@ def report(rows: Sequence[Row], skipped: Mapping[str, Counter[str]]) -> None:
             print(f"{source:30}{count:5}  {reason}")
 
 
+def report_fits(fits: Sequence[Fit]) -> None:
+    print(
+        f"\nThree scalars, by {ROWS_OF_A_FIT} rows or more of one model on one cluster; of those that are not fitted to"
+    )
+    print(f"{'':62}{'rows':>5}{'MAPE':>8}{'Spearman':>10}{'regret':>8}   speed network fixed")
+    for fit in fits:
+        after = {row.run.id: found for row, found in fit.others}
+        left = [row for row, _ in fit.others]
+        wrong = errors(left, lambda row, after=after: after[row.run.id])
+        ranked = ranking(left, lambda row, after=after: after[row.run.id])
+        said = f"{ranked[0]:10.2f}{100 * ranked[1]:8.1f}" if ranked else f"{'-':>10}{'-':>8}"
+        scalars = fit.scalars
+        print(
+            f"{fit.topology:62}{len(left):5}{percent(wrong, mape)}{said}   "
+            f"{scalars.speed:5.2f} {scalars.network:7.2f} {scalars.fixed:5.1f}"
+        )
+        for row in fit.fitted_to:
+            print(f"    fitted to {row.run.id}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=Path("published_runs.yaml"), metavar="FILE")
@@ -478,26 +809,29 @@ def main() -> None:
             runs.append(read(record))
         except Skipped as reason:
             skipped[record["source"]][str(reason)] += 1
-    order = {one.id: i for i, one in enumerate(runs)}
-    runs.sort(key=lambda one: str(asdict(one.shape)))  # neighbours share a capture
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        rows = []
-        for run_, row in zip(runs, pool.imap(price, runs, chunksize=4), strict=True):
-            if isinstance(row, Row):
-                rows.append(row)
-            else:
-                skipped[run_.source][row] += 1
-        rows.sort(key=lambda row: order[row.run.id])
-        middle = calibration_rows(rows)
-        speeds = dict(
-            zip(middle, pool.map(fitted_speed, [row.run for row in middle.values()], chunksize=1), strict=True)
-        )
-        timed = [row for row in rows if row.run.measured_s is not None]
-        jobs = [(row.run, speeds[row.run.source, row.run.gpu]) for row in timed]
-        for row, seconds in zip(timed, pool.imap(calibrated, jobs, chunksize=4), strict=True):
-            row.calibrated_s = seconds
-            row.calibration = row is middle[row.run.source, row.run.gpu]
-    report(rows, skipped)
+    workers = Workers(runs)
+    rows = []
+    for run_, row in zip(runs, workers.map(price, [(one,) for one in runs]), strict=True):
+        if isinstance(row, Row):
+            rows.append(row)
+        else:
+            skipped[run_.source][row] += 1
+    timed = [row for row in rows if row.run.measured_s is not None]
+    middle = calibration_rows(timed)
+    speeds = dict(zip(middle, workers.map(fitted_speed, [(row.run,) for row in middle.values()]), strict=True))
+    jobs = [(row.run, Scalars(speeds[row.run.source, row.run.gpu])) for row in timed]
+    for row, found in zip(timed, workers.map(seconds, jobs), strict=True):
+        row.calibrated_s = found
+        row.calibration = row is middle[row.run.source, row.run.gpu]
+    topologies: dict[str, list[Row]] = defaultdict(list)
+    for row in timed:
+        topologies[row.run.topology].append(row)
+    fits = [
+        fit_three(workers, topology, group)
+        for topology, group in sorted(topologies.items())
+        if len(group) >= ROWS_OF_A_FIT
+    ]
+    report(rows, fits, skipped)
     print("\nFitted speed of all compute, of the catalogue's, and the row it was fitted to")
     for (source, gpu), row in sorted(middle.items()):
         print(f"{source:30}{gpu:22}{speeds[source, gpu]:6.3f}  {row.run.id}")
@@ -511,6 +845,9 @@ def main() -> None:
                 "prior_time_s": asdict(row.prior),
                 "measured_step_time_s": row.run.measured_s,
                 "predicted_peak_bytes": row.peak_bytes,
+                "predicted_to_fit": row.fits,
+                "predicted_memory_gib": held_gib(row),
+                "measured_memory_gib": row.run.measured_gib,
                 "calibration": row.calibration,
             }
             for row in rows

@@ -73,6 +73,8 @@ class Efficiencies:
     matmul: Coefficients
     attention: Coefficients
     attention_tail_waves: float  # an attention kernel runs this many waves of tiles longer than its FLOP say
+    unaligned: float  # times the speed of a matmul whose rows are no multiples of 16 bytes
+    unaligned_batched: float  # ... of one in batches
     conv: Coefficients
     pointwise: Coefficients
     norm: Coefficients
@@ -128,6 +130,16 @@ class Device:
 
 # Launch of an eager kernel: the floor measured in [autopar.].
 LAUNCH_S = 7e-6
+# What the host takes for it with autograd, modules and hooks around: 30 to 40 us [simumax]; 75 us in nanotron's layers
+# of one and two rows (1B grid: 6 to 8 ms a layer, whatever the GPU has to do).
+HOST_S = 35e-6
+
+# Matmuls with rows that are no multiples of 16 bytes, times the speed of others. In batches: attention with heads of
+# 108, 150 and 225 beside 144, 216 and 224 runs at 9 to 16 of 240 TFLOP/s (A100, fp16, cuBLAS 11: bigscience,
+# tr11-176B-ml/chronicles-prequel.md). By themselves: nanoGPT takes a quarter less time with a vocabulary of 50,304 than
+# with 50,257 (A100: 0.25); nanotron's head of 50,257 takes 44 ms where 16 are due (H100: 0.35).
+UNALIGNED = 0.3
+UNALIGNED_BATCHED = 0.05
 
 # NVIDIA. Context: A100 with lazy loading 0.47 GiB, rounded up for libraries ([ml-eng] training/performance).
 CONTEXT_BYTES = round(0.6 * GIB)
@@ -174,6 +186,8 @@ def efficiencies(
         matmul=matmul,
         attention=Coefficients(attention, bandwidth, LAUNCH_S),
         attention_tail_waves=tail_waves,
+        unaligned=UNALIGNED,
+        unaligned_batched=UNALIGNED_BATCHED,
         conv=Coefficients(0.8 * matmul.peak_fraction, matmul.bandwidth_fraction, matmul.fixed_s),
         pointwise=vector,
         norm=vector,
@@ -209,7 +223,7 @@ def gpu(
         inter_node=inter_node,
         fabric=fabric,
         efficiency=efficiency,
-        launch_s=LAUNCH_S,
+        launch_s=HOST_S,
         fixed_overhead_bytes=CONTEXT_BYTES,
         communicator_bytes=COMMUNICATOR_BYTES,
         fragmentation=FRAGMENTATION,
@@ -314,6 +328,27 @@ H100 = gpu(
     efficiency=H100_EFFICIENCY,
     driver_names=("NVIDIA H100 80GB HBM3",),
     source="ml-engineering; matmul share from NVIDIA/dgxc-benchmarking, links from nccl-tests fits",
+)
+# Clocks under load go by the cube root of the power that a chip may draw [assumed]: power is capacitance x clock x
+# voltage^2, and voltage goes with the clock.
+H100_500W = gpu(
+    "h100-hbm2e-96",
+    flop_per_s={"bf16": 989e12, "fp16": 989e12, "tf32": 494.5e12, "fp32": 67e12},  # as h100-sxm-80
+    memory_bytes=95 * GIB,  # torchtitan, benchmarks/llama3_h100_202412: 95 GiB
+    memory_bytes_per_s=2.4e12,  # HBM2e, the same page
+    sms=132,  # as h100-sxm-80
+    intra_node=Link(450e9, 8e-6),  # as h100-sxm-80
+    inter_node=Link(50e9, INFINIBAND_LATENCY_S),
+    fabric=HOPPER,
+    efficiency=efficiencies(  # of h100-sxm-80, whose 700 W are 500 here
+        Coefficients(peak_fraction=0.66 * (500 / 700) ** (1 / 3), bandwidth_fraction=2.2, fixed_s=LAUNCH_S),
+        attention=0.40 * (500 / 700) ** (1 / 3),
+        tail_waves=1.3,
+        bandwidth=0.70,
+        loss_bandwidth=0.45,
+    ),
+    driver_names=(),
+    source="torchtitan's H100 of 500 W with 96 GB of HBM2e; efficiencies from H100",
 )
 H200 = gpu(
     "h200-sxm-141",
@@ -447,6 +482,8 @@ CPU = Device(
         matmul=CPU_COEFFICIENTS,
         attention=CPU_COEFFICIENTS,
         attention_tail_waves=0.0,
+        unaligned=1.0,
+        unaligned_batched=1.0,
         conv=CPU_COEFFICIENTS,
         pointwise=CPU_COEFFICIENTS,
         norm=CPU_COEFFICIENTS,
@@ -454,7 +491,7 @@ CPU = Device(
         loss=CPU_COEFFICIENTS,
         other=CPU_COEFFICIENTS,
     ),
-    launch_s=LAUNCH_S,  # 6.5 us for an add of four numbers, same machine
+    launch_s=0.0,  # the host is the device; 6.5 us for an add of four numbers, same machine, are in every operator
     fixed_overhead_bytes=0,
     communicator_bytes=(0, 0),
     fragmentation=0.0,
@@ -467,7 +504,7 @@ CPU = Device(
 CATALOGUE: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
-        for device in (V100, A100_40, A100_80, H100, H200, B200, GB200, MI300X, L4, L40S, RTX4090, A10G, CPU)
+        for device in (V100, A100_40, A100_80, H100, H100_500W, H200, B200, GB200, MI300X, L4, L40S, RTX4090, A10G, CPU)
     }
 )
 
@@ -480,6 +517,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "h200": "h200-sxm-141",
         "b200": "b200-sxm-180",
         # the short name of these is their only one
+        "h100-hbm2e-96": "h100-hbm2e-96",
         "gb200": "gb200",
         "mi300x": "mi300x",
         "l4": "l4",

@@ -92,14 +92,17 @@ class Engine:
         first: bool = True,
         last: bool = True,
         copies: bool = False,
+        gradient_bytes: int = FP32_BYTES,
     ) -> None:
         self.kind, self.stage, self.ranks, self.compute_bytes = kind, stage, ranks, compute_bytes
         self.first, self.last = first, last
+        self.gradient_bytes = gradient_bytes  # of an element: where it is kept whole, and in the buffers that reduce it
         self.copies = copies  # whether the library reduces a copy of what it is given (gloo)
-        elements, trained = sum(u.elements for u in units), FP32_BYTES * sum(u.trained for u in units)
+        elements, trained = sum(u.elements for u in units), sum(u.trained for u in units)
         shard = ranks if kind is Kind.SHARDS else 1
         self.parameters = FP32_BYTES * elements // shard
-        self.optimizer = states * trained // shard
+        self.optimizer = FP32_BYTES * states * trained // shard
+        trained *= gradient_bytes
         self.fresh = 0  # gradients of the root that are complete; the caller's to set
         self.whole = 0  # parameters that are gathered
         self.gathering = self.prefetched = self.reducing = 0
@@ -112,7 +115,7 @@ class Engine:
         else:
             self.gradients = trained if stage == 1 else trained // ranks
             self.whole = compute_bytes * elements if stage < 3 else 0
-            self.reducing = FP32_BYTES * units[-1].trained if stage > 1 else 0  # of the microbatch before
+            self.reducing = gradient_bytes * units[-1].trained if stage > 1 else 0  # of the microbatch before
 
     @property
     def passing(self) -> bool:
@@ -155,7 +158,7 @@ class Engine:
 
     def after_backward(self, unit: Unit) -> Iterator[None]:
         """The moments in which the gradients of a unit are stored or reduced."""
-        grown = FP32_BYTES * unit.trained
+        grown = self.gradient_bytes * unit.trained
         if self.kind is Kind.BUCKETS:
             self.gradients += grown * (self.first - self.last)
         elif self.kind is Kind.PLAIN or (self.stage == 1 and not self.last):

@@ -47,12 +47,15 @@ def operator_seconds(
     device: Device,
     *,
     attention_tiles: int | None = None,
+    aligned: bool = True,
+    batched: bool = False,
 ) -> float:
     """The seconds of one operator that reads and writes `bytes_moved` in all.
 
     Matrix classes run at the peak of their dtype, the others on the fp32 vector units. attention_tiles =
     batch * heads * ceil(sequence / 128), as this rank runs it: few tiles leave multiprocessors idle. Attention
-    counts the FLOP that are done: half when causal.
+    counts the FLOP that are done: half when causal. A matmul that is not aligned has rows that are no multiples of
+    16 bytes, alone or in batches.
     """
     if kind is OperatorClass.VIEW:
         return 0.0
@@ -62,6 +65,8 @@ def operator_seconds(
     if attention_tiles is not None:
         assert kind is OperatorClass.ATTENTION, f"tiles given for {kind.name}"
         flop_s *= 1 + device.efficiency.attention_tail_waves * device.sms / attention_tiles
+    if not aligned and kind is OperatorClass.MATMUL:
+        flop_s /= device.efficiency.unaligned_batched if batched else device.efficiency.unaligned
     return rate.fixed_s + flop_s + bytes_moved / (rate.bandwidth_fraction * device.memory_bytes_per_s)
 
 

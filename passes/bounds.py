@@ -13,7 +13,7 @@ from functools import cache
 from costmodels.operators import OperatorClass
 from passes.blocks import Block
 from passes.graph import Op, Value
-from passes.price import Axis, Seconds, least_op_seconds
+from passes.price import Axis, Seconds, least_op_seconds, op_launches
 from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.saved import saved
@@ -84,7 +84,7 @@ class Bounds:
         if zero in (1, 2):
             states += problem.compute_bytes * elements
         elif zero == 0 and (pair.dp > 1 or pair.microbatches(problem.global_batch) > 1):
-            states += 4 * trained  # else gradients come as activations go
+            states += problem.gradient_bytes * trained  # else gradients come as activations go
         return states
 
     @cache  # noqa: B019  (bounds live as long as their search)
@@ -102,11 +102,14 @@ class Bounds:
     def seconds(self, pair: Pair) -> float:
         """Of a step, without recompute."""
         axis = self.axis(pair)
-        once = sum(
-            count * least(op, values, axis).total
-            for values, ops, count in self.problem.at(pair.microbatch).regions()
-            for op in ops
-        )
+        program, launch_s = self.problem.at(pair.microbatch), self.problem.cluster.device.launch_s
+        once = 0.0
+        for values, ops, count in program.regions():
+            busy = sum((least(op, values, axis) for op in ops), Seconds())
+            once += count * busy.total
+            if values is not program.values:  # a layer takes no less than its launches
+                started = sum((least_launches(op, values) for op in ops), Seconds())
+                once += count * busy.waiting(started.times(launch_s)).total
         return pair.microbatches(self.problem.global_batch) * once
 
     @cache  # noqa: B019
@@ -140,6 +143,10 @@ class Bounds:
 
 def least(op: Op, values: Mapping[str, Value], axis: Axis) -> Seconds:
     return least_op_seconds(Site.of(op, values), rule_of(op.target), axis)
+
+
+def least_launches(op: Op, values: Mapping[str, Value]) -> Seconds:
+    return op_launches(Site.of(op, values), rule_of(op.target))
 
 
 def input_bytes(block: Block) -> int:

@@ -252,6 +252,7 @@ def engine_of(problem: Problem, variant: Variant, rehearsal: Rehearsal, *, first
         first=first,
         last=last,
         copies=problem.cluster.device.kind == "cpu",
+        gradient_bytes=problem.gradient_bytes,
     )
 
 

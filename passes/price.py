@@ -36,6 +36,15 @@ class Seconds:
     def times(self, factor: float) -> Seconds:
         return Seconds(self.forward * factor, self.backward * factor)
 
+    def waiting(self, host: Seconds) -> Seconds:
+        """What the device waits if the host needs so long to start what it does in these seconds."""
+        return Seconds(max(0.0, host.forward - self.forward), max(0.0, host.backward - self.backward))
+
+    @property
+    def launches(self) -> Seconds:
+        """Kernels of a resharding: one where it takes time."""
+        return Seconds(float(self.forward > 0), float(self.backward > 0))
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -69,18 +78,40 @@ def op_seconds(site: Site, rule: Rule | None, strategy: Strategy, axis: Axis) ->
     moved_in = sum(local_bytes(v, p, ranks) for v, p in zip(site.operands, strategy.operands, strict=True))
     moved_out = sum(local_bytes(v, p, ranks) for v, p in zip(site.results, strategy.results, strict=True))
     inside = sum(axis.seconds(kind, size) for kind, size in strategy.inside)
-    local = _local_seconds(site, rule, moved_in, moved_out, ranks if strategy.split else 1, axis)
+    shapes = zip((*site.operands, *site.results), (*strategy.operands, *strategy.results), strict=True)
+    aligned = all(is_aligned(v, local_shape(p, v.sizes, ranks)) for v, p in shapes)
+    local = _local_seconds(site, rule, moved_in, moved_out, ranks if strategy.split else 1, axis, aligned)
     return Seconds(local.forward + inside, local.backward)
 
 
+def op_launches(site: Site, rule: Rule | None, strategy: Strategy | None = None) -> Seconds:
+    """Kernels that the host starts for an operator, forward and backward: the gradients of a product are two.
+
+    Without a strategy, at least.
+    """
+    if rule is not None and rule.cost is OperatorClass.VIEW:
+        return Seconds()
+    trained, products = any(v.grad for v in site.operands), flop(site, rule)[0] > 0
+    inside = len(strategy.inside) if strategy is not None else 0
+    return Seconds(1.0 + inside, (1.0 + products) * trained)
+
+
 def least_op_seconds(site: Site, rule: Rule | None, axis: Axis) -> Seconds:
-    """No strategy is faster: every operand, every result and all the work are cut over all ranks."""
+    """No strategy is faster: every operand, every result and all the work are cut over all ranks, and well."""
     moved_in = sum(v.bytes for v in site.operands) / axis.ranks
     moved_out = sum(v.bytes for v in site.results) / axis.ranks
-    return _local_seconds(site, rule, moved_in, moved_out, axis.ranks, axis)
+    aligned = axis.ranks > 1 or all(is_aligned(v, v.sizes) for v in (*site.operands, *site.results))
+    return _local_seconds(site, rule, moved_in, moved_out, axis.ranks, axis, aligned)
 
 
-def _local_seconds(site: Site, rule: Rule | None, moved_in: float, moved_out: float, share: int, axis: Axis) -> Seconds:
+def is_aligned(value: Value, shape: tuple[int, ...]) -> bool:
+    """Whether all rows of a tensor begin at multiples of 16 bytes, as tensor cores want them."""
+    return len(shape) < 2 or shape[-1] * DTYPE_BYTES[value.dtype] % 16 == 0
+
+
+def _local_seconds(
+    site: Site, rule: Rule | None, moved_in: float, moved_out: float, share: int, axis: Axis, aligned: bool
+) -> Seconds:
     """One of `share` equal parts of an operator, that reads and writes so many bytes in its forward."""
     device = axis.cluster.device
     flop_forward, flop_backward = flop(site, rule)
@@ -92,8 +123,13 @@ def _local_seconds(site: Site, rule: Rule | None, moved_in: float, moved_out: fl
         query = site.operands[0].sizes
         tiles = max(1, prod(query[:-2]) * -(-query[-2] // 128) // share)
 
+    batched = all(len(v.sizes) > 2 for v in site.operands)
+
     def one(work: float, moved: float) -> float:
-        return operator_seconds(kind, work / share, moved, dtype, device, attention_tiles=tiles)
+        work /= share
+        return operator_seconds(
+            kind, work, moved, dtype, device, attention_tiles=tiles, aligned=aligned, batched=batched
+        )
 
     trained = any(v.grad for v in site.operands)
     # the backward reads the gradient of the result and what was saved, and writes the gradients of the operands

@@ -139,6 +139,7 @@ class Search:
     """One search: `run` gives the optimum or raises NoPlanFits with the closest."""
 
     cutter_of: type[Cutter] = Cutter
+    programme_of: type[Programme] = Programme
 
     def __init__(self, problem: Problem, progress: Progress, deadline: Callable[[], bool]) -> None:
         self.problem, self.progress, self.deadline = problem, progress, deadline
@@ -429,7 +430,7 @@ class Search:
     @cache  # noqa: B019
     def programme(self, tp: int, microbatch: int) -> Programme:
         axis = Axis.of(self.problem.cluster, "tp", tp, 1)
-        return Programme(self.problem.at(microbatch), axis, self.problem.rows)
+        return self.programme_of(self.problem.at(microbatch), axis, self.problem.rows)
 
     def floor(self, pair: Pair) -> float:
         """The best known bound of a pair: `Bounds`, or what a larger microbatch of the same degrees takes.

@@ -6,6 +6,7 @@
     wanted is routed        sum_p z[t, p, q] >= sum_{s wants q} x[c, s]        for every tensor t, its reader c, and q
     routed is produced      z[t, p, q] <= sum_{s gives p} x[producer(t), s]    for every tensor t, p and q
     layers chain            x[exit, p] = x[entry, p]                           where a layer feeds the next of its kind
+    host keeps pace         time(layer) >= launch_s * (its operators and reshardings), forward and backward
     memory                  sum_o bytes(o, s) x[o, s] + sum_{t saved} bytes(t, q) z[t, p, q] <= budget
 
 The time of a parameter is what holding its elements adds to a step: their update, their part in what data parallelism
@@ -36,7 +37,7 @@ from costmodels.groups import Collective
 from passes.blocks import Blocked
 from passes.graph import DTYPE_BYTES, FLOATS, Op, Value
 from passes.placements import I, P, Placement, R, S, can_reshard, is_valid
-from passes.price import Axis, local_bytes, op_seconds, reshard_seconds
+from passes.price import Axis, Seconds, least_op_seconds, local_bytes, op_launches, op_seconds, reshard_seconds
 from passes.rules import rule_of
 from passes.rules.base import Rule, Site, Strategy, block_counts, strategies
 from passes.saved import saved_operands, saved_results
@@ -44,6 +45,7 @@ from passes.saved import saved_operands, saved_results
 ROOT = -1
 SCALE = 1e3  # the objective in milliseconds: solvers' tolerances are absolute
 MIB = 2**20
+STARTED_BESIDE = 1.25  # times the launches of a layer's operators: what is started with its reshardings, at most
 GAP = 1e-4  # relative, at which an answer counts as optimal
 TIE_BREAK_S_PER_BYTE = 1e-18
 Region: TypeAlias = int  # ROOT, or the index of a block
@@ -161,7 +163,7 @@ def carried(program: Blocked) -> frozenset[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
     """A value with its producer and consumers; `weight` equal ones are routed alike."""
 
     value: Value
@@ -169,6 +171,7 @@ class _Tensor:
     result: int
     consumers: tuple[End, ...]
     weight: int
+    region: Region = ROOT
 
     @cached_property
     def saved(self) -> bool:
@@ -193,7 +196,7 @@ class Programme:
         self.make_nodes()
 
     @cached_property
-    def tensors(self) -> tuple[_Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.make_tensors())
 
     # -- what there is to decide -----------------------------------------------------------------------------------
@@ -265,12 +268,12 @@ class Programme:
 
     # -- what moves between decisions ------------------------------------------------------------------------------
 
-    def make_tensors(self) -> Iterator[_Tensor]:
+    def make_tensors(self) -> Iterator[Tensor]:
         for index in range(len(self.program.blocks)):
             yield from self.block_tensors(index)
         yield from self.root_tensors()
 
-    def block_tensors(self, index: int) -> Iterator[_Tensor]:
+    def block_tensors(self, index: int) -> Iterator[Tensor]:
         """What moves inside a block: every layer that shares it moves the same."""
         block = self.program.blocks[index]
         producers: dict[str, End] = {}
@@ -283,9 +286,9 @@ class Programme:
         for name in block.outputs:
             consumers[name].append((self.nodes["exit", index, name], 0))
         for name, (node, result) in producers.items():
-            yield _Tensor(block.values[name], node, result, tuple(consumers[name]), len(block.paths))
+            yield Tensor(block.values[name], node, result, tuple(consumers[name]), len(block.paths), index)
 
-    def root_tensors(self) -> Iterator[_Tensor]:
+    def root_tensors(self) -> Iterator[Tensor]:
         """What moves outside of blocks and between layers; equal wires are one tensor with their number as weight."""
         program = self.program
         producers: dict[str, End] = {}
@@ -302,12 +305,12 @@ class Programme:
             for j, arg in enumerate(call.args):
                 consumers[arg].append((self.nodes["entry", call.block, block.inputs[j].name], 0))
         consumers[program.loss].append((self.nodes["loss", ROOT, program.loss], 0))
-        equal: dict[tuple[object, ...], list[_Tensor]] = defaultdict(list)
+        equal: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
         for name, (node, result) in producers.items():
             # the next layer of the same kind takes its input as it lies: `layers_chain`
             readers = tuple(dict.fromkeys(end for end in consumers[name] if not self.is_carried(node, end[0])))
             key = (node.key, result, tuple((c.key, i) for c, i in readers))
-            equal[key].append(_Tensor(program.values[name], node, result, readers, 1))
+            equal[key].append(Tensor(program.values[name], node, result, readers, 1))
         for tensors in equal.values():
             yield replace(tensors[0], weight=len(tensors))
 
@@ -342,7 +345,7 @@ class Programme:
         for t, tensor in enumerate(self.tensors):
             for source in self.given(tensor):
                 for target in self.asked(tensor):
-                    if can_reshard(source, target, tensor.value.grad):
+                    if self.may_reshard(tensor, source, target):
                         z[t, source, target] = model.add_variable(lb=0.0, ub=1.0)
         self.one_strategy_each(model, x)
         self.wanted_is_routed(model, x, z)
@@ -353,12 +356,14 @@ class Programme:
         spent = [
             (SCALE * node.weight * self.node_seconds(node, strategy, terms)) * x[node.key, s]
             for node in self.nodes.values()
+            if not self.is_hosted(node)
             for s, strategy in enumerate(node.options)
         ]
         for (t, source, target), variable in z.items():
             moved = reshard_seconds(self.tensors[t].value, source, target, self.axis).total
-            if moved:
+            if moved and self.tensors[t].region not in self.hosted:
                 spent.append((SCALE * self.tensors[t].weight * moved) * variable)
+        spent += self.host_keeps_pace(model, x, z)
         model.minimize(mathopt.fast_sum(spent))
         # the relaxation is almost integral: cutting planes and presolve rounds only cost time (docs/decisions.md)
         parameters = mathopt.SolveParameters(
@@ -385,7 +390,7 @@ class Programme:
             self.axis,
             chosen,
             bounds.primal_bound / SCALE,
-            bounds.dual_bound / SCALE,
+            bounds.dual_bound / SCALE / (1 + GAP * bool(self.hosted)),  # less what breaks ties there
             reason is mathopt.TerminationReason.OPTIMAL,
         )
 
@@ -393,6 +398,11 @@ class Programme:
         """One rank: there is nothing to decide."""
         chosen = {key: node.options[0] for key, node in self.nodes.items()}
         seconds = sum(node.weight * self.node_seconds(node, chosen[key], terms) for key, node in self.nodes.items())
+        for index in self.hosted:
+            ops = [node for node in self.nodes.values() if node.key[:2] == ("op", index)]
+            busy = sum((op_seconds(o.site, o.rule, chosen[o.key], self.axis) for o in ops), Seconds())
+            started = sum((op_launches(o.site, o.rule, chosen[o.key]) for o in ops), Seconds())
+            seconds += len(self.program.blocks[index].paths) * busy.waiting(started.times(self.launch_s)).total
         return Sharding(self.axis, chosen, seconds, seconds, True)
 
     def held_bytes(self, chosen: Mapping[Key, Strategy], terms: Terms) -> float:
@@ -404,10 +414,13 @@ class Programme:
                 held += tensor.weight * sum(local_bytes(tensor.value, q, self.axis.ranks) for q in targets)
         return held
 
-    def given(self, tensor: _Tensor) -> tuple[Placement, ...]:
+    def may_reshard(self, tensor: Tensor, source: Placement, target: Placement) -> bool:
+        return can_reshard(source, target, tensor.value.grad)
+
+    def given(self, tensor: Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.results[tensor.result] for s in tensor.producer.options))
 
-    def asked(self, tensor: _Tensor) -> tuple[Placement, ...]:
+    def asked(self, tensor: Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.operands[i] for c, i in tensor.consumers for s in c.options))
 
     def node_seconds(self, node: Node, strategy: Strategy, terms: Terms) -> float:
@@ -435,6 +448,59 @@ class Programme:
     def trained_elements(self) -> int:
         nodes = (n for key, n in self.nodes.items() if key[0] == "parameter" and n.site.results[0].grad)
         return sum(n.weight * n.site.results[0].elements for n in nodes)
+
+    @property
+    def launch_s(self) -> float:
+        return self.axis.cluster.device.launch_s
+
+    @cached_property
+    def hosted(self) -> frozenset[Region]:
+        """Layers whose kernels may be shorter than their launches."""
+        found = set()
+        for index, block in enumerate(self.program.blocks):
+            sites = [(Site.of(op, block.values), rule_of(op.target)) for op in block.ops]
+            least = sum((least_op_seconds(site, rule, self.axis) for site, rule in sites), Seconds())
+            started = sum((op_launches(site, rule) for site, rule in sites), Seconds())
+            if least.waiting(started.times(STARTED_BESIDE * self.launch_s)).total > 0:
+                found.add(index)
+        return frozenset(found)
+
+    def is_hosted(self, node: Node) -> bool:
+        return node.key[0] == "op" and node.key[1] in self.hosted
+
+    def host_keeps_pace(
+        self,
+        model: mathopt.Model,
+        x: Mapping[tuple[Key, int], mathopt.Variable],
+        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
+    ) -> list[mathopt.LinearExpression]:
+        """What hosted layers take: the longer of what the device does and what the host starts, in each pass."""
+        done: dict[tuple[Region, bool, bool], list[mathopt.LinearTerm]] = defaultdict(list)
+
+        def add(region: Region, busy: Seconds, launches: Seconds, variable: mathopt.Variable) -> None:
+            for by_host, seconds in ((False, busy), (True, launches.times(self.launch_s))):
+                for backward, part in ((False, seconds.forward), (True, seconds.backward)):
+                    if part:
+                        done[region, by_host, backward].append((SCALE * part) * variable)
+
+        for node in filter(self.is_hosted, self.nodes.values()):
+            for s, strategy in enumerate(node.options):
+                busy = op_seconds(node.site, node.rule, strategy, self.axis)
+                add(node.key[1], busy, op_launches(node.site, node.rule, strategy), x[node.key, s])
+        for (t, source, target), variable in z.items():
+            if self.tensors[t].region in self.hosted:
+                moved = reshard_seconds(self.tensors[t].value, source, target, self.axis)
+                add(self.tensors[t].region, moved, moved.launches, variable)
+        spent = []
+        for index in sorted(self.hosted):
+            layers = len(self.program.blocks[index].paths)
+            for backward in (False, True):
+                taken = model.add_variable(lb=0.0)
+                for by_host in (False, True):
+                    model.add_linear_constraint(mathopt.fast_sum(done[index, by_host, backward]) <= taken)
+                spent.append(layers * taken)
+                spent.append(layers * GAP * mathopt.fast_sum(done[index, False, backward]))  # of equals, the least work
+        return spent
 
     def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
         for node in self.nodes.values():

@@ -16,7 +16,7 @@ import torch
 
 from costmodels.cluster import Cluster
 from costmodels.groups import Collective
-from costmodels.memory import Kind
+from costmodels.memory import FP32_BYTES, Kind
 from costmodels.operators import OperatorClass, exposed_seconds, operator_seconds, optimizer_seconds
 from costmodels.schedules import Queue, StageSeconds, Table, least_seconds, simulate
 from passes.blocks import Blocked
@@ -25,7 +25,7 @@ from passes.graph import Parameter, mutates
 from passes.lower import LocalOp, LocalRegion, Lowered, Reshard, Statement, lower
 from passes.placements import R, S, local_shape
 from passes.plan import Fix
-from passes.price import Axis, Seconds, local_bytes, op_seconds, reshard_seconds
+from passes.price import Axis, Seconds, local_bytes, op_launches, op_seconds, reshard_seconds
 from passes.saved import saved
 from passes.schedules import SCHEDULES, rank_of, refusal, table
 from passes.sharding import Sharding
@@ -61,6 +61,9 @@ class Problem:
     frozen: frozenset[str]
     queue: Queue  # where the transfers of a pipeline wait for each other
     copies: bool = True  # whether what is sharded is copied into and out of flat buffers
+    gradient_bytes: int = FP32_BYTES  # of an element, where whole gradients are kept until they are reduced
+    reduced_bytes: int = FP32_BYTES  # of an element, as the data-parallel axis sums it
+    sends_parts: bool = False  # ranks of tp that hold the same send a part each from stage to stage
 
     @cached_property
     def at(self) -> Callable[[int], Blocked]:
@@ -127,7 +130,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class RegionSeconds:
-    """One region, once: compute, tensor-parallel communication, and of the backward what gradients of weights take."""
+    """One region, once: compute, tensor-parallel communication, and of the backward what gradients of weights take.
+
+    Compute includes what the device waits for the host, which starts one kernel after the other.
+    """
 
     compute: Seconds
     comm: Seconds
@@ -277,6 +283,7 @@ class StageLoad:
     units: tuple[Unit, ...]  # per block, then the rest
     partial_bytes: int  # gradients that are summed over tp once per step, of a rank's shard
     sent_bytes: int  # of what the next stage receives; gradients come back for as many
+    moved_bytes: int  # of it, what a rank sends
     shared_bytes: int  # gradients of parameters that other ranks hold too
 
     @property
@@ -316,8 +323,8 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
         pair,
         lowered,
         sum(statements.values(), RegionSeconds(Seconds(), Seconds())),
-        tuple(region_seconds(r.statements, sharding.axis, weights_of(r)) for r in lowered.blocks),
-        tuple(forward_seconds(region_seconds(run_again(r), sharding.axis)) for r in lowered.blocks),
+        tuple(region_seconds(r.statements, sharding.axis, weights_of(r), layer=True) for r in lowered.blocks),
+        tuple(forward_seconds(region_seconds(run_again(r), sharding.axis, layer=True)) for r in lowered.blocks),
         tuple(units),
         statements,
     )
@@ -358,10 +365,14 @@ def forward_seconds(region: RegionSeconds) -> float:
 
 
 def region_seconds(
-    statements: tuple[Statement, ...], axis: Axis, weights: frozenset[str] = frozenset()
+    statements: tuple[Statement, ...], axis: Axis, weights: frozenset[str] = frozenset(), *, layer: bool = False
 ) -> RegionSeconds:
-    """The time of statements (calls are priced by their blocks). `weights` are the names of trained parameters."""
-    compute, comm, weight = Seconds(), Seconds(), 0.0
+    """The time of statements (calls are priced by their blocks). `weights` are the names of trained parameters.
+
+    The host runs ahead of the device, so that kernels that are shorter than their launch cost nothing beside longer
+    ones; but a layer takes no less than all its launches.
+    """
+    compute, comm, launched, weight = Seconds(), Seconds(), Seconds(), 0.0
     for statement in statements:
         if isinstance(statement, LocalOp):
             whole = op_seconds(statement.site, statement.rule, statement.strategy, axis)
@@ -371,8 +382,13 @@ def region_seconds(
             multiplies = statement.rule is not None and statement.rule.flop(statement.site)[0] > 0
             if multiplies and weights.intersection(statement.op.operands):
                 weight += whole.backward / 2  # of the two products of the backward
+            launched += op_launches(statement.site, statement.rule, statement.strategy)
         elif isinstance(statement, Reshard):
-            comm += reshard_seconds(statement.value, statement.source, statement.target, axis)
+            moved = reshard_seconds(statement.value, statement.source, statement.target, axis)
+            comm += moved
+            launched += moved.launches
+    if layer:
+        compute += (compute + comm).waiting(launched.times(axis.cluster.device.launch_s))
     return RegionSeconds(compute, comm, weight)
 
 
@@ -393,7 +409,7 @@ def loads(problem: Problem, variant: Variant) -> tuple[StageLoad, ...]:
         for region, one in zip(settled.blocks, settled.units, strict=False):
             seconds += region.times(one.count)
         again = sum(k * one for k, one in zip(variant.recompute, settled.again, strict=True))
-        return (StageLoad(seconds, again, settled.units, settled.partial_bytes(variant.shards), 0, 0),)
+        return (StageLoad(seconds, again, settled.units, settled.partial_bytes(variant.shards), 0, 0, 0),)
     both = shared(variant.stages)
     return tuple(_load(problem, variant, number, again, both) for number, again in enumerate(variant.staging.recompute))
 
@@ -419,16 +435,19 @@ def _load(
     partial += sum(partial_bytes(settled.lowered.blocks[b], variant.shards) * n for b, n in counts.items())
     own = {p.name: 4 * prod(local_shape(lies, p.value.sizes, tp)) for p, lies in part.region.parameters if p.value.grad}
     elsewhere = {name for name, numbers in both.items() if len({variant.rank_of(n) for n in numbers}) > 1}
-    sent = 0
+    sent = moved = 0
     if part is not variant.stages[-1]:
-        values = (part.region.locals[name] for name in part.region.outputs)
-        sent = sum(local_bytes(local.value, local.placement, tp) for local in values)
+        values = [part.region.locals[name] for name in part.region.outputs]
+        sent = moved = sum(local_bytes(local.value, local.placement, tp) for local in values)
+        if problem.sends_parts:
+            moved = sum(ceil(local.value.bytes / tp) for local in values)
     return StageLoad(
         seconds,
         sum(k * one for k, one in zip(recompute, settled.again, strict=True)),
         tuple(units),
         partial,
         sent,
+        moved,
         sum(size for name, size in own.items() if name in elsewhere),
     )
 
@@ -553,7 +572,7 @@ def transfers(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) 
     """Seconds of handing one microbatch from each stage to the next; nothing where both are on one rank."""
     axis = pp_axis(problem, variant.settled.pair)
     return tuple(
-        0.0 if variant.rank_of(k) == variant.rank_of(k + 1) else axis.seconds(Collective.SEND, load.sent_bytes)
+        0.0 if variant.rank_of(k) == variant.rank_of(k + 1) else axis.seconds(Collective.SEND, load.moved_bytes)
         for k, load in enumerate(every[:-1])
     )
 
@@ -660,7 +679,7 @@ def _dp_uses(
 
     for name, unit in zip(names, units, strict=True):
         elements, trained = unit.padded(shards)
-        gradients, parameters = 4 * trained, problem.compute_bytes * elements
+        gradients, parameters = problem.reduced_bytes * trained, problem.compute_bytes * elements
         add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
         add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, reductions, True)
         add(Collective.ALL_GATHER, inner, name, parameters, unit, m if stage == 3 else 1, False)

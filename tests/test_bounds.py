@@ -60,3 +60,24 @@ def test_no_recompute_that_fits_is_faster_than_the_bound():
                 assert bounds.seconds(pair) + again <= fastest
                 binding += again > 0
     assert binding
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_layer_takes_no_less_than_its_launches(tp):
+    """Bound, programme and price agree on it: layers of a tiny model are shorter than what the host needs for them."""
+    made = problem("gpt2", "4xh100")
+    device = made.cluster.device
+    free = replace(made, cluster=replace(made.cluster, device=replace(device, launch_s=0.0)))
+    pair = Pair(tp, 4 // tp, 1)
+    found = {}
+    for name, one in (("hosted", made), ("free", free)):
+        tried = search(one)
+        settled = tried.settled(pair, tried.terms(pair, 0, 1))
+        step = step_seconds(one, Variant(settled, 0, 1, tuple(0 for _ in settled.blocks)))
+        bound = pair.microbatches(one.global_batch) * settled.lowered.sharding.bound_s
+        assert Bounds(one).seconds(pair) <= bound * (1 + 1e-9) <= step.total * (1 + 2e-9)
+        found[name] = settled, step
+    (settled, hosted), (_, quick) = found["hosted"], found["free"]
+    assert hosted.compute > 2 * quick.compute
+    for layer, block in zip(settled.blocks, settled.lowered.program.blocks, strict=True):
+        assert layer.compute.forward + layer.comm.forward >= device.launch_s * len(block.parameters) / 2

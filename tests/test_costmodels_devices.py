@@ -6,7 +6,21 @@ import pytest
 from costmodels.devices import ALIASES, CATALOGUE, GIB, device_named
 from costmodels.errors import BadInput
 
-SHORT_NAMES = ("v100", "a100-40", "a100-80", "h100", "h200", "b200", "gb200", "mi300x", "l4", "l40s", "rtx4090", "a10g")
+SHORT_NAMES = (
+    "v100",
+    "a100-40",
+    "a100-80",
+    "h100",
+    "h100-hbm2e-96",
+    "h200",
+    "b200",
+    "gb200",
+    "mi300x",
+    "l4",
+    "l40s",
+    "rtx4090",
+    "a10g",
+)
 
 
 def test_every_short_name_is_a_catalogue_device() -> None:

@@ -7,7 +7,7 @@ LAYER, ROOT = Unit(100, 100), Unit(200, 200)  # elements; two layers and the roo
 UNITS = [LAYER, LAYER, ROOT]
 
 
-def engine(kind: Kind, *, stage: int = 0, ranks: int = 1, compute_bytes: int = 4, **changes: bool) -> Engine:
+def engine(kind: Kind, *, stage: int = 0, ranks: int = 1, compute_bytes: int = 4, **changes: int) -> Engine:
     """AdamW."""
     return Engine(UNITS, kind, stage=stage, ranks=ranks, compute_bytes=compute_bytes, states=2, **changes)
 
@@ -175,3 +175,13 @@ def test_process_groups_and_context_lie_outside_the_allocator() -> None:
 
 def test_usable_memory_of_an_80_gb_card() -> None:
     assert usable_bytes(device_named("h100"), 4) / GIB == pytest.approx(72.36, abs=0.01)
+
+
+@pytest.mark.parametrize(("stage", "whole"), [(1, 400), (2, 100)])
+def test_gradients_are_kept_in_what_the_engine_is_told(stage: int, whole: int) -> None:
+    """Between microbatches stage 1 keeps them whole, stage 2 a rank's share; states are fp32 all the same."""
+    wide, narrow = (
+        engine(Kind.SHARDS, stage=stage, ranks=4, compute_bytes=2, first=False, gradient_bytes=size) for size in (4, 2)
+    )
+    assert (wide.now().gradients, narrow.now().gradients) == (4 * whole, 2 * whole)
+    assert wide.now().optimizer == narrow.now().optimizer == 2 * 4 * 400 // 4

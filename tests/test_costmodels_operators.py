@@ -77,3 +77,17 @@ def test_communication_that_outlives_the_compute_is_exposed() -> None:
 
 def test_nothing_hides_behind_the_compute_of_a_cpu() -> None:
     assert exposed_seconds(1.0, 0.1, device_named("cpu")) == pytest.approx(0.1)
+
+
+def test_products_with_rows_that_are_no_multiples_of_16_bytes_are_slow() -> None:
+    def flop_s(device, **changes: bool) -> float:
+        whole = operator_seconds(OperatorClass.MATMUL, 1e12, 0, "bf16", device, **changes)
+        return whole - operator_seconds(OperatorClass.MATMUL, 0, 0, "bf16", device)
+
+    assert flop_s(A100) == pytest.approx(1e12 / (0.769 * 312e12))
+    assert flop_s(A100, aligned=False) == pytest.approx(flop_s(A100) / 0.3)
+    assert flop_s(A100, aligned=False, batched=True) == pytest.approx(flop_s(A100) / 0.05)
+    cpu = device_named("cpu")
+    assert operator_seconds(OperatorClass.MATMUL, 1e9, 0, "fp32", cpu, aligned=False) == pytest.approx(
+        operator_seconds(OperatorClass.MATMUL, 1e9, 0, "fp32", cpu)
+    )

@@ -10,7 +10,7 @@ from costmodels.operators import OperatorClass, operator_seconds
 from passes.flop import flop
 from passes.graph import Op, Ref, Value
 from passes.placements import I, P, R, S
-from passes.price import Axis, Seconds, local_bytes, op_seconds, reshard_seconds
+from passes.price import Axis, Seconds, least_op_seconds, local_bytes, op_launches, op_seconds, reshard_seconds
 from passes.rules import rule_of
 from passes.rules.base import Site, Strategy, strategies
 
@@ -134,3 +134,24 @@ def test_a_value_without_gradient_is_resharded_once():
 def test_slices_cost_less_than_collectives():
     local = reshard_seconds(X, R, S(0), AXIS).total
     assert 0 < local < reshard_seconds(X, S(0), R, AXIS).total
+
+
+def test_a_product_is_unaligned_where_a_rank_holds_rows_that_are():
+    """Rows of 4,112 columns begin at multiples of 16 bytes, those of the 1,028 that a rank has do not."""
+    w, y = Value("w", (4112, 1024), "bfloat16", True), Value("y", (2048, 4112), "bfloat16", True)
+    site = Site(Op("aten.linear.default", (Ref("x"), Ref("w")), (), (y,)), (X, w))
+    rule = rule_of("aten.linear.default")
+    columns, rows = (op_seconds(site, rule, strategy(site, name), AXIS) for name in ("out", "in"))
+    assert columns.forward > 1.4 * rows.forward
+    least = least_op_seconds(site, rule, AXIS)
+    assert all(least.forward <= one.forward and least.backward <= one.backward for one in (columns, rows))
+
+
+def test_the_host_starts_two_products_for_the_gradients_of_one():
+    assert op_launches(LINEAR, rule_of("aten.linear.default")) == Seconds(1.0, 2.0)
+    view = Site(Op("aten.t.default", (Ref("w"),), (), (Value("t", (1024, 4096), "bfloat16", True),)), (W,))
+    assert op_launches(view, rule_of("aten.t.default")) == Seconds()
+
+
+def test_the_device_waits_for_what_the_host_needs_longer():
+    assert Seconds(2.0, 5.0).waiting(Seconds(3.0, 4.0)) == Seconds(1.0, 0.0)
