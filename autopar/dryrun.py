@@ -379,6 +379,8 @@ class _Follower(Tracker):
         if all(t.dtype == torch.float64 for t in tree_leaves(full(args))):
             return  # sums of losses, counts and norms, which no plan lists
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        if kind == "all_to_all":  # what a rank gives is its part
+            size *= dist.ProcessGroup.unbox(group).size()
         axis = self.axis_of(group, kind)
         self.counts[kind, axis] += 1
         self.bytes[kind, axis] += size
