@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 from autopar.runtime import collectives as run
 from autopar.runtime import mesh
-from autopar.timing import LAYER_OPS, SMALL_LAYERS, Clock, Progress, launch_s, operator_rates, small_step_s
+from autopar.timing import LAYER_LAUNCHES, LAYER_OPS, SMALL_LAYERS, Clock, Progress, operator_rates, small_step_s
 from costmodels.cluster import Cluster
 from costmodels.errors import BadInput
 from costmodels.groups import Collective, Group
@@ -142,8 +142,11 @@ def overlap_slowdown(cluster: Cluster, clock: Clock) -> float:
     return math.inf if share == 1 else 1 / (1 - share)
 
 
-def unit_s(clock: Clock, launch: float, collectives: Sequence[Sweep], ranks: int) -> float:
-    """Seconds that fully_shard takes for a unit in a microbatch beside its two gathers and its reduction."""
+def unit_s(clock: Clock, plain_s: float, collectives: Sequence[Sweep], ranks: int) -> float:
+    """Seconds that fully_shard takes for a unit in a microbatch beside its two gathers and its reduction.
+
+    `plain_s`: of the same small layers without it.
+    """
 
     def sharded(model: nn.Sequential) -> None:
         whole = init_device_mesh(clock.device.type, (ranks,))
@@ -154,8 +157,7 @@ def unit_s(clock: Clock, launch: float, collectives: Sequence[Sweep], ranks: int
 
     least = {s.kind: s.seconds[0] for s in collectives if s.ranks_per_node * s.nodes == ranks}
     inside = 2 * least.get(Collective.ALL_GATHER, 0.0) + least.get(Collective.REDUCE_SCATTER, 0.0)
-    plain = 2 * LAYER_OPS * SMALL_LAYERS * launch
-    return max(0.0, (small_step_s(clock, sharded) - plain) / SMALL_LAYERS - inside)
+    return max(0.0, (small_step_s(clock, sharded) - plain_s) / SMALL_LAYERS - inside)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -207,11 +209,13 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
     if kind == "cuda":
         _warm_up(clock)
     progress("eager launches")
-    launch = launch_s(clock)
-    operators, waves = operator_rates(cluster, clock, launch, progress)
+    small_s = small_step_s(clock)
+    # a GPU works on one operator while the host starts the next
+    least_fixed_s = small_s / (2 * LAYER_OPS * SMALL_LAYERS) if kind == "cpu" else 0.0
+    operators, waves = operator_rates(cluster, clock, least_fixed_s, progress)
     collectives = sweeps(cluster, clock, progress) if cluster.devices > 1 else ()
     progress("fully_shard, overlap")
-    unit = unit_s(clock, launch, collectives, cluster.devices) if kind == "cpu" and cluster.devices > 1 else None
+    unit = unit_s(clock, small_s, collectives, cluster.devices) if kind == "cpu" and cluster.devices > 1 else None
     slowdown = overlap_slowdown(cluster, clock) if cluster.devices > 1 else None
     return Profile(
         device=cluster.device.name,
@@ -223,7 +227,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         operators=operators,
         collectives=collectives,
         attention_tail_waves=waves,
-        launch_s=launch,
+        launch_s=small_s / (LAYER_LAUNCHES * SMALL_LAYERS) if kind == "cuda" else None,
         unit_s=unit,
         overlap_slowdown=slowdown,
         fixed_overhead_bytes=context,

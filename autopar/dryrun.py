@@ -1,7 +1,7 @@
 """DRY RUN: one rank's real program, whole optimizer steps of it, on fake tensors in a fake process group of any size.
 
-What it does not know is said in `DryRun.notes`: gloo's copies, the allocator, kernels that choose by device. Tried with
-torch 2.13; the fake process group and the way FSDP frees storages are private there.
+What it does not know: the allocator, kernels that choose by device. Tried with torch 2.13: the fake process group,
+how FSDP frees storages, how pipelines transfer and DistributedDataParallel orders its buckets are private there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as _c10d
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
@@ -26,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 from autopar.job import load_program
 from autopar.report import PROGRAM, bytes_for_people, entry, read_plan
 from autopar.runtime import mesh
-from autopar.runtime.engine import is_replicated
+from autopar.runtime.engine import Replicated
 from autopar.runtime.trainer import Trainer
 from autopar.runtime.weights import local
-from costmodels.errors import AutoparError, BadInput
+from costmodels.errors import BadInput
 from passes.plan import Plan
 from passes.rehearse import Tracker
 
@@ -47,7 +48,6 @@ KINDS: dict[str, tuple[str, Callable[[tuple[Any, ...]], Any]]] = {
 }
 TOLERANCE = 0.03  # of the plan's peak
 UNEVEN = 0.01  # of the plan's bytes
-SMALL_BYTES = 64  # sums of losses and counts, which no plan lists
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,11 @@ class Traffic:
     full_bytes: int  # of all of them together
 
     def is_as(self, planned: Traffic | None) -> bool:
-        """Plans are for the fullest rank: where shards are uneven, others have a row less."""
-        if planned is None or self.count != planned.count:
+        """Plans are for the fullest rank: where shards are uneven, others have a row less.
+
+        A plan sums what is replicated by layer, DistributedDataParallel in buckets of a size of its own.
+        """
+        if planned is None or (self.count != planned.count and self.axis != "dp_replicate"):
             return False
         return (1 - UNEVEN) * planned.full_bytes <= self.full_bytes <= planned.full_bytes
 
@@ -82,7 +85,6 @@ class DryRun:
     where: str  # the line at the peak
     traffic: tuple[Traffic, ...]
     predicted_traffic: tuple[Traffic, ...]  # the plan's
-    notes: tuple[str, ...]
 
     @property
     def _planned(self) -> dict[tuple[str, str], Traffic]:
@@ -115,30 +117,24 @@ class DryRun:
             entry("rank", [f"{self.rank}   {place}"]),
             entry("memory", [peak, parts, f"at {self.where}"]),
             entry("traffic", lines or ["none"]),
-            entry("notes", self.notes),
         )
-        return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+        return "\n\n".join("\n".join(lines) for lines in paragraphs) + "\n"
 
 
 def dryrun(folder: Path, rank: int = 0, progress: Callable[[str], None] = lambda text: None) -> DryRun:
     """Run the program in `folder` as `rank` of its world; once in a process, since torch remembers groups by name.
 
-    Raises BadInput where there is no program, or no such rank, AutoparError where torch cannot do it.
+    Raises BadInput where there is no program, or no such rank.
     """
     plan = read_plan(folder)
     file = folder / PROGRAM
     if not folder.is_dir() or not file.is_file():
         raise BadInput(f"{folder}: there is no {PROGRAM} in it")
     program = load_program(file.read_text(), str(file))
-    if is_replicated(program):
-        raise AutoparError(
-            "a dry run is not possible under DistributedDataParallel, which cannot reduce fake tensors (torch 2.13): "
-            "plan in bf16, or with zero=1"
-        )
-    world = plan.mesh.devices
+    world, gloo = plan.mesh.devices, plan.cluster.device == "cpu"
     if not 0 <= rank < world:
         raise BadInput(f"--rank {rank}: the program is for {world} ranks, 0 to {world - 1}")
-    with _fake_world(rank, world) as axes, _kernels_of(plan):
+    with _fake_world(rank, world, gloo) as axes, _kernels_of(plan):
         mesh.init(program.mesh if "dp" in program.mesh else {"dp": 1, **program.mesh}, "cpu")
         place = tuple((name, axis.rank) for name, axis in mesh.current().axes.items())
         axes |= {axis.group.group_name: name for name, axis in mesh.current().axes.items()}
@@ -146,15 +142,20 @@ def dryrun(folder: Path, rank: int = 0, progress: Callable[[str], None] = lambda
             progress("building the model")
             trainer = Trainer(program, device="cpu")
             trainer._missing_buffers.clear()  # their values are never read
-            batch = program.random_batch(0, 0)  # nobody looks at its values
+            buckets = _Buckets(trainer)
+            first_row, rows = program.own_rows(trainer.dp_rank)
+            whole = program.random_batch(0, 0)  # nobody looks at its values
+            own = slice(first_row, first_row + rows)
+            batch = [whole[one.name][own].clone() if one.rows else whole[one.name] for one in program.inputs]
+            del whole
             progress("the first step, in which the optimizer makes its states")
-            trainer.advance(batch)
+            trainer.advance(batch, sharded=True)
             progress("a step, in which memory is followed")
-            with _Follower(trainer, axes) as first:
-                trainer.advance(batch)
+            with _Follower(trainer, buckets, axes, gloo) as first:
+                trainer.advance(batch, sharded=True)
             progress("the same step again, up to its fullest moment")
-            with _Follower(trainer, axes, stop_at=first.peak_at) as second:
-                trainer.advance(batch)
+            with _Follower(trainer, buckets, axes, gloo, stop_at=first.peak_at) as second:
+                trainer.advance(batch, sharded=True)
     stage = dict(place).get("pp", 0)
     return DryRun(
         rank=rank,
@@ -165,7 +166,6 @@ def dryrun(folder: Path, rank: int = 0, progress: Callable[[str], None] = lambda
         where=second.where,
         traffic=first.traffic(),
         predicted_traffic=_predicted(plan, stage),
-        notes=_notes(plan),
     )
 
 
@@ -180,19 +180,16 @@ def _predicted(plan: Plan, stage: int) -> tuple[Traffic, ...]:
     return tuple(Traffic(name, axis, counts[name, axis], size) for (name, axis), size in sorted(sizes.items()))
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
-    return ("gloo's own copies are not seen",) if plan.cluster.device == "cpu" else ()
-
-
 # -- the fake world ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _fake_world(rank: int, size: int) -> Iterator[dict[str, str]]:
+def _fake_world(rank: int, size: int, gloo: bool) -> Iterator[dict[str, str]]:
     """A process group in which this process is `rank` of `size`, and collectives do nothing.
 
     Gives the axes of groups by their names, as far as the mesh does not know them: these come to it as they are made.
     """
+    from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._utils import InferenceMode
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -204,11 +201,15 @@ def _fake_world(rank: int, size: int) -> Iterator[dict[str, str]]:
     def own_to_all(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
         found[:] = [own] * len(found)
 
-    exchange = dist.batch_isend_irecv
+    exchange, transfer = dist.batch_isend_irecv, schedules._batch_p2p
 
     def arrived(ops: list[dist.P2POp]) -> list[_Arrived]:
         exchange(ops)
-        return [_Arrived() for _ in ops]
+        return [_Arrived(op.tensor, gloo) for op in ops]
+
+    def transferred(ops: list[dist.P2POp], desc: str | None = None) -> list[_Arrived]:
+        transfer(ops, desc)
+        return [_Arrived(op.tensor, gloo) for op in ops]
 
     axes: dict[str, str] = {}
     shard_mesh, along = mesh.shard_mesh, mesh.along
@@ -236,7 +237,10 @@ def _fake_world(rank: int, size: int) -> Iterator[dict[str, str]]:
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", agreed))
         stack.enter_context(patch.object(dist, "all_gather_object", own_to_all))
+        # DistributedDataParallel's buckets stay as they are: to order them anew ranks would compare real numbers
+        stack.enter_context(patch.object(_c10d.Reducer, "_rebuild_buckets", lambda reducer: False))
         stack.enter_context(patch.object(dist, "batch_isend_irecv", arrived))
+        stack.enter_context(patch.object(schedules, "_batch_p2p", transferred))
         stack.enter_context(patch.object(mesh, "shard_mesh", really_shard_mesh))
         stack.enter_context(patch.object(mesh, "along", really_along))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -246,13 +250,41 @@ def _fake_world(rank: int, size: int) -> Iterator[dict[str, str]]:
             dist.destroy_process_group()
 
 
+class _Buckets:
+    """The gradients of DistributedDataParallel, which sums them by a hook: its own way takes no fake tensors."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.flat: list[Tensor] = []
+        for engine in trainer.engines:
+            if isinstance(engine, Replicated):
+                # a lambda, since torch refuses annotations that are text
+                group = engine.parallel.process_group
+                engine.parallel.register_comm_hook(group, lambda group, bucket: self.sum(group, bucket))
+
+    def sum(self, group: dist.ProcessGroup, bucket: _c10d.GradBucket) -> torch.futures.Future[Tensor]:
+        self.flat.append(bucket.buffer())
+        dist.all_reduce(bucket.buffer(), group=group)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+
 class _Arrived:
-    """The work of a transfer that is over; that of the fake process group never says so."""
+    """The work of a transfer that is over: that of the fake process group never says so.
+
+    It holds the tensor until it is waited for, over gloo as long as it is there itself.
+    """
+
+    def __init__(self, tensor: Tensor, gloo: bool) -> None:
+        self.tensor: Tensor | None = tensor
+        self.gloo = gloo
 
     def is_completed(self) -> bool:
         return True
 
     def wait(self) -> bool:
+        if not self.gloo:
+            self.tensor = None
         return True
 
 
@@ -277,9 +309,11 @@ def _kernels_of(plan: Plan) -> Iterator[None]:
 class _Follower(Tracker):
     """Follows the bytes of live storages and the collectives of one step; takes stock at the look `stop_at`."""
 
-    def __init__(self, trainer: Trainer, axes: Mapping[str, str], stop_at: int | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, buckets: _Buckets, axes: Mapping[str, str], gloo: bool, stop_at: int | None = None
+    ) -> None:
         super().__init__()
-        self.trainer, self.axes, self.stop_at = trainer, axes, stop_at
+        self.trainer, self.buckets, self.axes, self.gloo, self.stop_at = trainer, buckets, axes, gloo, stop_at
         self.looks = self.peak_at = 0
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
@@ -287,7 +321,7 @@ class _Follower(Tracker):
         self.where = ""
 
     def __enter__(self) -> _Follower:
-        for tensor in (*self.parameters(), *self.states(), *self.trainer.model.buffers()):
+        for tensor in (*self.parameters(), *self.states(), *self.trainer.model.buffers(), *self.buckets.flat):
             self.watch(tensor)
         follower = self
         resize = torch.UntypedStorage.resize_
@@ -338,9 +372,15 @@ class _Follower(Tracker):
             return
         kind, full = KINDS[name]
         size = sum(t.nbytes for t in tree_leaves(full(args)))
-        if size <= SMALL_BYTES:
-            return
-        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        if self.gloo and kind == "reduce_scatter":  # gloo reduces a copy
+            self.live += size
+            self.look()
+            self.live -= size
+        if all(t.dtype == torch.float64 for t in tree_leaves(full(args))):
+            return  # sums of losses, counts and norms, which no plan lists
+        group = next(a for a in args if isinstance(a, torch.ScriptObject))
+        if kind == "all_to_all":  # what a rank gives is its part
+            size *= dist.ProcessGroup.unbox(group).size()
         axis = self.axis_of(group, kind)
         self.counts[kind, axis] += 1
         self.bytes[kind, axis] += size

@@ -212,11 +212,10 @@ def fitted(found: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def operator_rates(
-    cluster: Cluster, clock: Clock, launch: float, progress: Progress
+    cluster: Cluster, clock: Clock, least_fixed_s: float, progress: Progress
 ) -> tuple[tuple[Rates, ...], float]:
-    """The rates of every class in every dtype, and attention's waves of the tail."""
+    """The rates of every class in every dtype, no fixed time below that given, and attention's waves of the tail."""
     rates, waves = [], cluster.device.efficiency.attention_tail_waves
-    least = launch if cluster.device.kind == "cpu" else 0.0  # a GPU works while the host starts the next
     known = dict(cluster.device.flop_per_s)
     for kind, dtype in product(OperatorClass, (name for name in DTYPES if name in known)):
         if kind in NOT_TIMED:
@@ -227,7 +226,9 @@ def operator_rates(
         counted = any(one.flop for one in found)
         if kind is OperatorClass.ATTENTION and flop > 0 and dtype == next(name for name in DTYPES if name in known):
             waves = tail / flop
-        rates.append(Rates(kind, dtype, _inverse(moved), max(least, fixed), _inverse(flop) if counted else None))
+        rates.append(
+            Rates(kind, dtype, _inverse(moved), max(least_fixed_s, fixed), _inverse(flop) if counted else None)
+        )
         if kind is OperatorClass.POINTWISE:
             rates.append(replace(rates[-1], operator=OperatorClass.OTHER))
     progress("operators: optimizer")
@@ -273,19 +274,15 @@ class SmallLayer(nn.Module):
 
 
 LAYER_OPS = 12  # that are priced: 2 norms, 6 products, attention, gelu, 2 sums
+LAYER_LAUNCHES = 2 * LAYER_OPS + 7  # forward and backward; the gradients of a product are two (passes/price.py)
 SMALL_LAYERS = 8
 
 
-def launch_s(clock: Clock) -> float:
-    """Seconds in which the host starts an operator of a network, each once forward and once backward; views included.
+def small_step_s(clock: Clock, wrap: Callable[[nn.Sequential], object] = lambda model: None) -> float:
+    """Seconds of a forward and a backward of a few small layers, after `wrap`: the host's, views included.
 
     An operator that is repeated alone starts three times as fast: nothing but it is in the caches.
     """
-    return small_step_s(clock, lambda model: None) / (2 * LAYER_OPS * SMALL_LAYERS)
-
-
-def small_step_s(clock: Clock, wrap: Callable[[nn.Sequential], object]) -> float:
-    """Seconds of a forward and a backward of a few small layers, after `wrap`."""
     with clock.device:
         model = nn.Sequential(*(SmallLayer() for _ in range(SMALL_LAYERS)))
         x = torch.randn(1, 4, 32)

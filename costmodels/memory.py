@@ -77,7 +77,8 @@ class Engine:
     """What is held in one microbatch of a step, moment by moment.
 
     The caller plays the pass: `forward` and `backward` of units, the root (the last unit) around them all. Each yields
-    the moments on its way; after it the unit computes. `first` and `last` say which microbatch of the step it is.
+    the moments on its way; after it the unit computes. `first` and `last` say which microbatch of the step it is;
+    `gathered`, that an earlier one has gathered the parameters: in a pipeline, before gradients are there.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class Engine:
         last: bool = True,
         copies: bool = False,
         gradient_bytes: int = FP32_BYTES,
+        gathered: bool | None = None,
     ) -> None:
+        gathered = not first if gathered is None else gathered
         self.kind, self.stage, self.ranks, self.compute_bytes = kind, stage, ranks, compute_bytes
-        self.first, self.last = first, last
+        self.first, self.last, self.gathered = first, last, gathered
         self.gradient_bytes = gradient_bytes  # of an element: where it is kept whole, and in the buffers that reduce it
         self.copies = copies  # whether the library reduces a copy of what it is given (gloo)
         elements, trained = sum(u.elements for u in units), sum(u.trained for u in units)
@@ -103,6 +106,7 @@ class Engine:
         self.parameters = FP32_BYTES * elements // shard
         self.optimizer = FP32_BYTES * states * trained // shard
         trained *= gradient_bytes
+        self.shard_bytes = trained // shard  # of gradients, once they are reduced
         self.fresh = 0  # gradients of the root that are complete; the caller's to set
         self.whole = 0  # parameters that are gathered
         self.gathering = self.prefetched = self.reducing = 0
@@ -110,12 +114,11 @@ class Engine:
             self.gradients = 0 if first else trained
         elif kind is Kind.BUCKETS:
             self.gradients = trained if first else 2 * trained
-        elif first:
-            self.gradients = 0
         else:
-            self.gradients = trained if stage == 1 else trained // ranks
-            self.whole = compute_bytes * elements if stage < 3 else 0
-            self.reducing = gradient_bytes * units[-1].trained if stage > 1 else 0  # of the microbatch before
+            self.gradients = 0 if first else trained if stage == 1 else trained // ranks
+            self.whole = compute_bytes * elements if gathered and stage < 3 else 0
+            reduced = units[-1] if units[-1].trained else units[0]  # last, in the microbatch before
+            self.reducing = 0 if first or stage == 1 else gradient_bytes * reduced.trained
 
     @property
     def passing(self) -> bool:
@@ -134,7 +137,7 @@ class Engine:
 
     def forward(self, unit: Unit) -> Iterator[None]:
         """The moments before a unit computes."""
-        if self.kind is Kind.SHARDS and (self.stage == 3 or self.first):
+        if self.kind is Kind.SHARDS and (self.stage == 3 or not self.gathered):
             before, self.gathering = self.gathering, self.gathering + self.flat(unit)
             yield
             self.gathering -= before
@@ -180,6 +183,11 @@ class Engine:
     def rest(self, temporaries: int = 0) -> None:
         """The backward pass is over; what comes then takes `temporaries`."""
         self.gathering, self.prefetched, self.reducing = 0, 0, temporaries
+
+    def finish(self) -> None:
+        """The last backward pass of the step is over."""
+        self.whole, self.gradients = 0, self.shard_bytes
+        self.rest()
 
     def prefetch(self, unit: Unit | None) -> None:
         again = self.kind is Kind.SHARDS and self.stage == 3 and unit is not None

@@ -9,7 +9,7 @@ from costmodels.groups import Collective
 from passes.lower import LocalOp, LocalRegion, Reshard
 from passes.placements import S, collectives
 from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Zero
-from passes.price import Axis, local_bytes
+from passes.price import Axis, local_bytes, reshard_bytes
 from passes.search import Candidate, Found
 from passes.state import Task
 from passes.step import Problem, StageLoad, Variant, dp_uses, loads, pp_axis, run_again, shared_seconds
@@ -106,7 +106,7 @@ def _of_rank(problem: Problem, variant: Variant, rank: int, every: tuple[StageLo
             yield _use(axis, "all_reduce", "partial gradients", partial, 1, rank)
     for stage in own if variant.staging is not None else ():
         yield from _sent(problem, variant, stage, m, rank)
-    if shared_bytes := sum(every[stage].shared_bytes for stage in own) // variant.shards:
+    if shared_bytes := sum(every[stage].shared_bytes for stage in own):
         seconds = shared_seconds(problem, variant, every)
         yield CollectiveUse(Collective.ALL_REDUCE.value, "pp", "shared gradients", shared_bytes, 1, seconds, rank)
 
@@ -127,10 +127,11 @@ def _sent(problem: Problem, variant: Variant, stage: int, microbatches: int, ran
 
 def _uses(statement: object, axis: Axis, count: int, rank: int, backward: bool = True) -> list[CollectiveUse]:
     if isinstance(statement, Reshard):
-        there, back = collectives(statement.source, statement.target)
-        kinds = [there] + ([back] if statement.value.grad and backward else [])
-        size = statement.value.bytes
-        return [_use(axis, k.value, statement.value.name, size, count, rank) for k in kinds if k is not None]
+        value = statement.value
+        kinds = collectives(statement.source, statement.target)
+        sizes = reshard_bytes(value, statement.source, statement.target, axis.ranks)
+        both = list(zip(kinds, sizes, strict=True))[: 2 if value.grad and backward else 1]
+        return [_use(axis, kind.value, value.name, size, count, rank) for kind, size in both if kind is not None]
     if isinstance(statement, LocalOp):
         return [_use(axis, k.value, statement.op.name, size, count, rank) for k, size in statement.strategy.inside]
     return []

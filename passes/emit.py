@@ -563,7 +563,7 @@ def _counts(part: LocalStage, emission: Emission) -> bool:
     return not set(part.reads).isdisjoint(emission.normalizers)
 
 
-def _counted(part: LocalStage, emission: Emission, whole: bool) -> tuple[str, ...]:
+def counted(part: LocalStage, emission: Emission, whole: bool) -> tuple[str, ...]:
     """The inputs that the normalizers of a stage are made of; of the whole model, all."""
     if not _counts(part, emission):
         return ()
@@ -573,7 +573,7 @@ def _counted(part: LocalStage, emission: Emission, whole: bool) -> tuple[str, ..
 
 def _normalizers(part: LocalStage, lowered: Lowered, emission: Emission, whole: bool) -> str:
     given_names = _Names(set(RESERVED))
-    given = {name: given_names.give(name) for name in _counted(part, emission, whole)}
+    given = {name: given_names.give(name) for name in counted(part, emission, whole)}
     names = list(given.values())
     texts = {value: Text(name) for value, name in given.items()}
     texts |= {p.value.name: Text(tensor(p.name)) for p in lowered.program.parameters}
@@ -712,7 +712,7 @@ def _program(lowered: Lowered, emission: Emission, parts: tuple[LocalStage, ...]
         for number, part in enumerate(parts):
             read = tuple(name for name in part.reads if name not in emission.normalizers)
             stage = f"Stage{number}"
-            for what, names in (("reads", read), ("counts", _counted(part, emission, whole=False))):
+            for what, names in (("reads", read), ("counts", counted(part, emission, whole=False))):
                 listed = ", ".join(f'"{name}"' for name in names)
                 stage += f", {what}=({listed}{',' if len(names) == 1 else ''})" if names else ""
             if number + 1 == len(parts):

@@ -13,7 +13,7 @@ from costmodels.groups import Collective, Group
 from costmodels.operators import OperatorClass, operator_seconds
 from passes.flop import flop
 from passes.graph import DTYPE_BYTES, Value
-from passes.placements import Placement, collectives, local_shape
+from passes.placements import Placement, S, collectives, local_shape
 from passes.rules.base import Rule, Site, Strategy
 
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
@@ -70,6 +70,13 @@ class Axis:
 def local_bytes(value: Value, placement: Placement, ranks: int) -> int:
     """What the fullest rank holds of a value."""
     return prod(local_shape(placement, value.sizes, ranks)) * DTYPE_BYTES[value.dtype]
+
+
+def reshard_bytes(value: Value, source: Placement, target: Placement, ranks: int) -> tuple[int, int]:
+    """Of the whole value, as collectives carry it there and its gradient back: uneven parts are filled up."""
+    cuts = [p for p in (source, target) if isinstance(p, S)]
+    sizes = [ranks * local_bytes(value, cut, ranks) for cut in cuts] or [value.bytes]
+    return sizes[0], sizes[-1]
 
 
 def op_seconds(site: Site, rule: Rule | None, strategy: Strategy, axis: Axis) -> Seconds:
@@ -146,8 +153,9 @@ def reshard_seconds(value: Value, source: Placement, target: Placement, axis: Ax
     moved = operator_seconds(
         OperatorClass.POINTWISE, 0.0, 2 * local_bytes(value, target, axis.ranks), "fp32", axis.cluster.device
     )
+    there, back = reshard_bytes(value, source, target, axis.ranks)
     # slices are views until something needs them contiguous; the collectives read and write by themselves
     return Seconds(
-        axis.seconds(forward, value.bytes) if forward is not None else 0.25 * moved,
-        (axis.seconds(backward, value.bytes) if backward is not None else 0.25 * moved) if value.grad else 0.0,
+        axis.seconds(forward, there) if forward is not None else 0.25 * moved,
+        (axis.seconds(backward, back) if backward is not None else 0.25 * moved) if value.grad else 0.0,
     )

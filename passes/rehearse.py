@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.lower import LocalRegion, Lowered
@@ -51,8 +52,24 @@ class BlockMemory:
     forward_peak_bytes: int  # with the outputs
     backward_peak_bytes: int  # with what was saved and the gradients of inputs and outputs, if gradients stay
     passing_peak_bytes: int  # if they pass
+    pinned_peak_bytes: int  # as backward_peak_bytes, if the gradients of outputs stay to the end
+    pinned_passing_peak_bytes: int
     left_bytes: int  # the gradients of the inputs
     parameters: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class SplitMemory:
+    """Bytes of one microbatch in one layer where the gradients of inputs come first, and those of weights later.
+
+    Torch keeps all that was saved until then, and the gradients that those of weights are made of.
+    """
+
+    input_peak_bytes: int  # with what was saved and the gradients of inputs and outputs
+    waiting_bytes: int  # between the two, beside the gradients of the inputs
+    weight_peak_bytes: int  # with what was waiting, if gradients stay
+    passing_peak_bytes: int  # if they pass
+    left_bytes: int  # what goes only when the last layer has its gradients
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,20 @@ class RootMemory:
     backward_calls: tuple[int, ...]  # which call each backward is of
     parameters: tuple[Held, ...]
     received_bytes: int  # from the stage before, kept from the forward to the backward
+    returned_bytes: int  # the gradients of that
+    pinned: bool  # whether the gradients of the last layer's outputs are those of what the stage gives, which stay
+    split: RootSplit | None = None
+
+
+@dataclass(frozen=True)
+class RootSplit:
+    """The root where the backward is split: stretches as in its whole backward, what waits then, and its weights."""
+
+    inputs: tuple[Stretch, ...]
+    waiting_bytes: int  # with outputs, their gradients, and those of inputs
+    copied_bytes: int  # of gradients of inputs that are not contiguous, which are copied to be sent
+    viewed_bytes: int  # what gradients of inputs that are views keep alive beside themselves
+    weights: Stretch
 
 
 @dataclass(frozen=True)
@@ -90,6 +121,9 @@ class Rehearsal:
     parameters: tuple[Held, ...]  # of the whole model or stage, in its order
     input_bytes: int  # of one microbatch, what is read of the batch
     buffer_bytes: int  # of the whole model or stage
+    split: tuple[SplitMemory, ...] = ()  # of each block, where the backward is split
+    counting_bytes: int = 0  # before the first microbatch, of what its loss divides by
+    counted_bytes: int = 0  # of one microbatch, what is read of the batch for that alone
 
 
 @dataclass(frozen=True)
@@ -111,11 +145,22 @@ class Rehearser:
     def __init__(self, lowered: Lowered, dtype: torch.dtype) -> None:
         self.lowered, self.dtype = lowered, dtype
         self._layers: tuple[_Layer, ...] | None = None
+        self._split: tuple[SplitMemory, ...] | None = None
         self._stages: dict[_StageKey, Rehearsal] = {}
 
-    def rehearse(self, parts: Sequence[LocalStage], text: Callable[[], str]) -> tuple[Rehearsal, ...]:
-        """The memory of each of these stages (one: of the whole); `text` is that of their program."""
-        keys = [_stage_key(number, parts) for number in range(len(parts))]
+    def rehearse(
+        self,
+        parts: Sequence[LocalStage],
+        text: Callable[[], str],
+        *,
+        split: bool = False,
+        counts: Callable[[LocalStage], tuple[str, ...]] = lambda part: (),
+    ) -> tuple[Rehearsal, ...]:
+        """The memory of each of these stages (one: of the whole); `text` is that of their program.
+
+        `split`: whether their backward is. `counts`: the inputs that a stage's normalizers are made of.
+        """
+        keys = [(*_stage_key(number, parts), split and number > 0) for number in range(len(parts))]
         if any(key not in self._stages for key in keys):
             scope = _names(self.lowered, self.dtype)
             own = r"from autopar\.runtime import \(.*?\)\n|import torch\.nn\.functional as F\n"
@@ -124,12 +169,16 @@ class Rehearser:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 if self._layers is None:
                     self._layers = tuple(self._layer(number, scope) for number in range(len(self.lowered.blocks)))
+                if split and self._split is None:
+                    self._split = tuple(self._layer_split(number, scope) for number in range(len(self._layers)))
                 for block, layer in zip(self.lowered.program.blocks, self._layers, strict=True):
                     scope[block.name] = partial(_ClosedLayer, layer.closed)  # the loops of the model make these instead
                 for number, (key, part) in enumerate(zip(keys, parts, strict=True)):
                     if key not in self._stages:
                         name = "Model" if len(parts) == 1 else f"Stage{number}"
-                        self._stages[key] = self._stage(part, _built(scope[name]), self._layers)
+                        model = _built(scope[name])
+                        found = self._stage(part, model, self._layers, split and number > 0)
+                        self._stages[key] = self._counting(part, model, counts(part), found)
         return tuple(self._stages[key] for key in keys)
 
     def _layer(self, number: int, scope: dict[str, Any]) -> _Layer:
@@ -138,10 +187,17 @@ class Rehearser:
         kept, again, like = _layer(layer, _inputs(region, region.inputs, self.lowered.sharding.axis.ranks))
         return _Layer(kept, again, replace(like, number=number), _bytes(layer.buffers()))
 
-    def _stage(self, part: LocalStage, model: nn.Module, layers: Sequence[_Layer]) -> Rehearsal:
+    def _layer_split(self, number: int, scope: dict[str, Any]) -> SplitMemory:
+        region = self.lowered.blocks[number]
+        layer = _built(scope[self.lowered.program.blocks[number].name])
+        return _layer_split(layer, _inputs(region, region.inputs, self.lowered.sharding.axis.ranks))
+
+    def _stage(self, part: LocalStage, model: nn.Module, layers: Sequence[_Layer], split: bool) -> Rehearsal:
         ranks = self.lowered.sharding.axis.ranks
         received, read = (_inputs(part.region, names, ranks) for names in (part.received, part.reads))
         root = _root(model, received, read)
+        if split:
+            root = replace(root, split=_root_split(model, received, read))
         order = [
             held
             for module in model.modules()
@@ -156,7 +212,21 @@ class Rehearser:
             tuple(order),
             _bytes(read),
             sum(layers[call.block].buffer_bytes for call in part.calls) + _bytes(model.buffers()),
+            (self._split or ()) if split else (),
         )
+
+    def _counting(self, part: LocalStage, model: nn.Module, counts: tuple[str, ...], rehearsal: Rehearsal) -> Rehearsal:
+        """With what is summed over rows before the first microbatch."""
+        if not counts:
+            return rehearsal
+        values = {value.name: value for value in self.lowered.program.inputs}
+        inputs = {name: torch.empty(values[name].sizes, dtype=getattr(torch, values[name].dtype)) for name in counts}
+        tracker = Tracker()
+        tracker.ignore(*inputs.values(), *model.buffers())
+        with tracker, torch.no_grad():
+            cast(Any, model).normalizers(*inputs.values())
+        alone = _bytes(tensor for name, tensor in inputs.items() if name not in part.reads)
+        return replace(rehearsal, counting_bytes=tracker.peak, counted_bytes=alone)
 
 
 _StageKey: TypeAlias = tuple[object, ...]
@@ -170,10 +240,14 @@ def _stage_key(number: int, parts: Sequence[LocalStage]) -> _StageKey:
 
 
 def rehearse(
-    text: str, lowered: Lowered, dtype: torch.dtype, parts: Sequence[LocalStage] | None = None
+    text: str,
+    lowered: Lowered,
+    dtype: torch.dtype,
+    parts: Sequence[LocalStage] | None = None,
+    split: bool = False,
 ) -> tuple[Rehearsal, ...]:
     """The memory of a program by itself: of each stage, or of the whole."""
-    return Rehearser(lowered, dtype).rehearse(parts or stages(lowered, ()), lambda: text)
+    return Rehearser(lowered, dtype).rehearse(parts or stages(lowered, ()), lambda: text, split=split)
 
 
 # -- following bytes --------------------------------------------------------------------------------------------------
@@ -188,7 +262,10 @@ class Tracker(TorchDispatchMode):
         self.gradients = 0  # of parameters, complete
         self.peak = 0  # of everything
         self.passing_peak = 0  # of all but complete gradients of parameters
+        self.pinned_peak = self.pinned_passing_peak = 0  # the same if what is pinned stayed
         self.sizes: dict[int, int] = {}
+        self.pins: set[int] = set()
+        self.unpinned = 0  # released though it was pinned
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -212,7 +289,15 @@ class Tracker(TorchDispatchMode):
         weakref.finalize(storage, self.release, key)
 
     def release(self, key: int) -> None:
-        self.live -= self.sizes.pop(key, 0)
+        size = self.sizes.pop(key, 0)
+        self.live -= size
+        if key in self.pins:
+            self.pins.remove(key)
+            self.unpinned += size
+
+    def pin(self, tensors: Iterable[Tensor]) -> None:
+        """These are counted as if they stayed, in the pinned peaks."""
+        self.pins.update(t.untyped_storage()._cdata for t in tensors)
 
     def ignore(self, *tensors: Tensor) -> None:
         """These are counted elsewhere."""
@@ -227,11 +312,13 @@ class Tracker(TorchDispatchMode):
     def look(self) -> None:
         self.peak = max(self.peak, self.live)
         self.passing_peak = max(self.passing_peak, self.live - self.gradients)
+        self.pinned_peak = max(self.pinned_peak, self.live + self.unpinned)
+        self.pinned_passing_peak = max(self.pinned_passing_peak, self.live + self.unpinned - self.gradients)
 
     def stretch(self, elsewhere: int = 0) -> Stretch:
         """What happened since the last call of this; `elsewhere` bytes of what is live now are counted by others."""
         found = Stretch(self.peak, self.passing_peak, self.live - self.gradients - elsewhere, self.gradients)
-        self.peak = self.passing_peak = 0
+        self.peak = self.passing_peak = self.pinned_peak = self.pinned_passing_peak = 0
         self.look()
         return found
 
@@ -281,7 +368,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     trained = any(t.requires_grad for t in outputs)
     given = _storages(outputs)
     places = [t.untyped_storage()._cdata for t in outputs]
-    end = _applied(_End, *outputs)
+    end = _applied(_End, tracker.pin, *outputs)
     del out, outputs
     kept_outputs = tuple(key in tracker.sizes for key in places)
     saved = tracker.live - sum(tracker.sizes.get(key, 0) for key in given)
@@ -289,6 +376,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     with tracker:
         if trained:
             end.backward()
+    pinned, pinned_passing = tracker.pinned_peak, tracker.pinned_passing_peak
     backward = tracker.stretch()
     keys = [t.untyped_storage()._cdata for t in inputs]
     like = _Closed(-1, trained, specs, tuple(key in packed for key in keys), kept_outputs)
@@ -297,6 +385,8 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
         forward_peak_bytes=forward.peak_bytes,
         backward_peak_bytes=backward.peak_bytes,
         passing_peak_bytes=backward.passing_peak_bytes,
+        pinned_peak_bytes=pinned,
+        pinned_passing_peak_bytes=pinned_passing,
         left_bytes=backward.live_bytes,
         parameters=_held(layer, recurse=True),
     )
@@ -307,8 +397,86 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
         saved_bytes=_bytes(t for t in inputs if t.untyped_storage()._cdata not in packed),  # it keeps all of them
         backward_peak_bytes=max(again, plain.backward_peak_bytes),
         passing_peak_bytes=max(again, plain.passing_peak_bytes),
+        pinned_peak_bytes=max(again, plain.pinned_peak_bytes),
+        pinned_passing_peak_bytes=max(again, plain.pinned_passing_peak_bytes),
     )
     return plain, recomputed, like
+
+
+def _layer_split(layer: nn.Module, inputs: tuple[Tensor, ...]) -> SplitMemory:
+    """A layer under a split backward, with other layers behind it."""
+    tracker = Tracker()
+    tracker.ignore(*inputs, *layer.parameters(), *layer.buffers())
+    with tracker:
+        out = layer(*inputs)
+        outputs = out if isinstance(out, tuple) else (out,)
+        places = [t.untyped_storage()._cdata for t in outputs]
+        nodes = [t.grad_fn for t in outputs]  # the layer behind it holds them
+        end = _applied(_End, tracker.pin, *outputs)
+        del out, outputs
+        tracker.stretch()
+        groups = _inputs_backward([end], None, inputs, layer)
+        del end
+        elsewhere = sum(tracker.sizes.get(key, 0) for key in places) + _bytes(x.grad for x in inputs)
+        inputs_done = tracker.stretch(elsewhere)
+        _weights_backward(groups, layer, tracker)
+        elsewhere = sum(tracker.sizes.get(key, 0) for key in places) + _bytes(x.grad for x in inputs)
+        weights_done = tracker.stretch(elsewhere)
+        del nodes
+    return SplitMemory(
+        inputs_done.peak_bytes,
+        inputs_done.live_bytes,
+        weights_done.peak_bytes - elsewhere,
+        weights_done.passing_peak_bytes - elsewhere,
+        weights_done.live_bytes,
+    )
+
+
+def _root_split(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ...]) -> RootSplit:
+    tracker = Tracker()
+    tracker.ignore(*received, *read, *model.parameters(), *model.buffers())
+    inputs: list[Stretch] = []
+    nodes: list[Any] = []  # of the layers: their weights hold them until they have gradients
+    for layer in model.modules():
+        if isinstance(layer, _ClosedLayer):
+            layer.called, layer.nodes = lambda like: 0, nodes
+            layer.reached = lambda _, of_outputs, kept: inputs.append(tracker.stretch(_bytes(of_outputs) + kept))
+    for one in (*received, *model.parameters()):
+        one.grad = None
+    with tracker:
+        given = model(*received, *read)
+        # torch detaches in place what it was given, so that programs give it tensors which are no views
+        outputs = [_moved(t, torch.detach, _same) for t in (given if isinstance(given, tuple) else (given,))]
+        del given
+        gradients = None if outputs[0].ndim == 0 else [torch.empty_like(t) for t in outputs]
+        tracker.stretch()
+        groups = _inputs_backward(outputs, gradients, received, model)
+        inputs.append(tracker.stretch())
+        waiting = tracker.live
+        copied = sum(x.grad.nbytes for x in received if x.grad is not None and not x.grad.is_contiguous())
+        viewed = _bytes(x.grad for x in received) - sum(x.grad.nbytes for x in received if x.grad is not None)
+        _weights_backward(groups, model, tracker)
+        weights = tracker.stretch()
+    nodes.clear()
+    return RootSplit(tuple(inputs), waiting, copied, max(0, viewed), weights)
+
+
+def _inputs_backward(
+    outputs: list[Tensor], gradients: list[Tensor] | None, inputs: Sequence[Tensor], module: nn.Module
+) -> list[dict[str, Any]]:
+    """Torch's own backward of inputs, and what it leaves for that of weights."""
+    return stage_backward_input(outputs, gradients, list(inputs), module.parameters())[1]
+
+
+def _weights_backward(groups: list[dict[str, Any]], module: nn.Module, tracker: Tracker) -> None:
+    """Torch's own backward of weights, a group at a time so that it is seen which gradients are whole."""
+    complete: set[int] = set()
+    while groups:
+        stage_backward_weight(module.parameters(), [groups.pop(0)])
+        for parameter in module.parameters():
+            if parameter.grad is not None and id(parameter) not in complete:
+                complete.add(id(parameter))
+                tracker.complete(parameter)
 
 
 def _root(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ...]) -> RootMemory:
@@ -322,14 +490,18 @@ def _root(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ..
     backward: list[Stretch] = []
     calls: list[int] = []
     backward_calls: list[int] = []
+    gradients: list[Tensor | None] = []  # of what is given
+    pinned = False
 
     def called(like: _Closed) -> int:
         forward.append(tracker.stretch())
         calls.append(like.number)
         return len(calls) - 1
 
-    def reached(call: int, elsewhere: int) -> None:
-        backward.append(tracker.stretch(elsewhere))
+    def reached(call: int, of_outputs: Sequence[Tensor | None], kept: int) -> None:
+        nonlocal pinned
+        pinned |= not backward and not _storages(gradients).keys().isdisjoint(_storages(of_outputs))
+        backward.append(tracker.stretch(_bytes(of_outputs) + kept))
         backward_calls.append(call)
 
     for layer in layers:
@@ -340,7 +512,7 @@ def _root(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ..
         forward.append(tracker.stretch())
         trained = [t for t in outputs if t.requires_grad]
         # a loss has no gradient to receive; a pipeline holds on to outputs and their gradients
-        gradients = [None if t.ndim == 0 else torch.empty_like(t) for t in trained]
+        gradients += [None if t.ndim == 0 else torch.empty_like(t) for t in trained]
         if trained:
             torch.autograd.backward(trained, gradients)
         backward.append(tracker.stretch())
@@ -351,6 +523,8 @@ def _root(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ..
         tuple(backward_calls),
         _held(model, recurse=True),
         _bytes(received),
+        _bytes(t for t in received if t.requires_grad),
+        pinned,
     )
 
 
@@ -362,13 +536,16 @@ class _End(torch.autograd.Function):
     """What follows a layer: it keeps nothing, and its gradients come into being in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, made: Callable[[Iterable[Tensor]], None], *outputs: Tensor) -> Tensor:
+        ctx.made = made
         ctx.specs = [(t.shape, t.dtype) if t.dtype.is_floating_point else None for t in outputs]
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return tuple(spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs)
+        gradients = [spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs]
+        ctx.made(g for g in gradients if g is not None)
+        return None, *gradients
 
 
 @dataclass(frozen=True)
@@ -384,7 +561,8 @@ class _Closed:
 
 class _ClosedLayer(nn.Module):
     called: Callable[[_Closed], int]
-    reached: Callable[[int, int], None]
+    reached: Callable[[int, Sequence[Tensor | None], int], None]
+    nodes: list[Any] | None = None  # where its own in the graph of a forward are to be held
 
     def __init__(self, like: _Closed) -> None:
         super().__init__()
@@ -402,6 +580,8 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, layer: _ClosedLayer, _anchor: Tensor, *inputs: Tensor) -> Any:
         like = layer.like
         ctx.layer, ctx.call = layer, layer.called(like)
+        if layer.nodes is not None:
+            layer.nodes.append(ctx)
         outputs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in like.outputs)
         ctx.kept = [t for t, kept in zip(outputs, like.keeps_outputs, strict=True) if kept]
         ctx.save_for_backward(*(t for t, kept in zip(inputs, like.keeps_inputs, strict=True) if kept), *ctx.kept)
@@ -413,7 +593,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.layer.reached(ctx.call, _bytes(gradients) + ctx.kept)
+        ctx.layer.reached(ctx.call, gradients, ctx.kept)
         return None, None, *(spec and torch.empty(spec[0], dtype=spec[1]) for spec in ctx.specs)
 
 

@@ -37,13 +37,15 @@ class TorchSchedule:
     torch_name: str  # in torch.distributed.pipelining
     single: bool = False  # takes one stage per rank
     split: bool = False  # computes the gradients of weights apart
+    lingers: bool = False  # holds the gradients that it sent and received last until the next backward
+    hoards: bool = False  # holds the works of all its sends until the end
     rounds: bool = False  # goes through the microbatches in rounds of equal size
     style: str = "loop"  # how stages are laid on ranks: loop 0 1 0 1, v 0 1 1 0
 
 
 SCHEDULES: Mapping[str, TorchSchedule] = {
-    "gpipe": TorchSchedule("ScheduleGPipe", single=True),
-    "1f1b": TorchSchedule("Schedule1F1B", single=True),
+    "gpipe": TorchSchedule("ScheduleGPipe", single=True, hoards=True),
+    "1f1b": TorchSchedule("Schedule1F1B", single=True, lingers=True),
     "interleaved": TorchSchedule("ScheduleInterleaved1F1B", rounds=True),
     "zbv": TorchSchedule("ScheduleZBVZeroBubble", split=True, style="v"),
     "interleaved_zb": TorchSchedule("ScheduleInterleavedZeroBubble", split=True, rounds=True),

@@ -42,7 +42,7 @@ from passes.choices import (
     too_many_stages,
 )
 from passes.cutting import Cutter, Uncut
-from passes.emit import emit
+from passes.emit import counted, emit
 from passes.memory import StepBytes, rank_bytes, step_bytes
 from passes.plan import FIX_KEYS
 from passes.price import Axis, Seconds
@@ -151,7 +151,7 @@ class Search:
         self.visited = 0
         self.solved = 0
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
-        self.rehearsals: dict[tuple[int, tuple[int, ...]], tuple[Rehearsal, ...]] = {}
+        self.rehearsals: dict[tuple[int, tuple[int, ...], bool], tuple[Rehearsal, ...]] = {}
         self.rehearsers: dict[int, Rehearser] = {}  # by local program
         self.rejected: list[Candidate] = []
         self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
@@ -360,6 +360,14 @@ class Search:
         return any(one.lowered is settled.lowered for one in self.finer[settled.pair.tp, settled.pair.microbatch])
 
     def staged(self, item: Uncut, settled: Settled) -> Variant | None:
+        """The pipeline cut as if there were room, with all recompute there may be; None where it is refused."""
+        variant = self.roomy(item, settled)
+        if variant is None or not (why := pipeline_refusal(self.problem, variant)):
+            return variant
+        self.refused.append(why)
+        return None
+
+    def roomy(self, item: Uncut, settled: Settled) -> Variant | None:
         """The pipeline cut as if there were room, with all recompute there may be."""
         cuts = next(self.cutter(settled).cuts(replace(item, room_bytes=math.inf)), None)
         if cuts is None:
@@ -534,7 +542,7 @@ class Search:
     def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
         """Of each stage."""
         settled, cuts = variant.settled, variant.staging.cuts if variant.staging else ()
-        key = id(settled.lowered), cuts
+        key = id(settled.lowered), cuts, variant.splits_backward
         if key not in self.rehearsals:
             none = tuple(0 for _ in settled.blocks)
             emission = replace(
@@ -546,7 +554,12 @@ class Search:
             )
             # it holds the program, so that the id stays its own
             rehearser = self.rehearsers.setdefault(key[0], Rehearser(settled.lowered, self.problem.dtype))
-            self.rehearsals[key] = rehearser.rehearse(variant.stages, lambda: emit(settled.lowered, emission))
+            self.rehearsals[key] = rehearser.rehearse(
+                variant.stages,
+                lambda: emit(settled.lowered, emission),
+                split=variant.splits_backward,
+                counts=lambda part: counted(part, emission, whole=not cuts),
+            )
         return self.rehearsals[key]
 
     def bytes_of(self, variant: Variant) -> StepBytes:
@@ -716,7 +729,7 @@ class Search:
             self.reject(Variant(settled, stage, size, self.most_layers(settled)))
             return
         schedule, virtual = next((one for zero in (stage, 0) for one in stagings(problem, pair, zero)), ("gpipe", 1))
-        variant = self.staged(Uncut(pair, stage, size, schedule, virtual, math.inf), settled)
+        variant = self.roomy(Uncut(pair, stage, size, schedule, virtual, math.inf), settled)
         if variant is None:
             raise BadInput(too_many_stages(problem.fix, pair.pp * virtual, len(self.cutter(settled))))
         self.reject(variant)

@@ -222,6 +222,11 @@ class Variant:
         return self.staging.schedule if self.staging else "none"
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self.staging is not None and SCHEDULES[self.schedule].split
+
+    @property
     def recompute_by_stage(self) -> tuple[tuple[int, ...], ...]:
         return self.staging.recompute if self.staging else (self.recompute,)
 
@@ -256,7 +261,7 @@ def layers_of(variant: Variant, stage: int) -> list[int]:
     those of its weights, and runs it once more for these.
     """
     found = [0] * len(variant.settled.blocks)
-    if variant.staging is not None and SCHEDULES[variant.schedule].split:
+    if variant.splits_backward:
         return found
     for call in variant.stages[stage].calls:
         found[call.block] += variant.settled.recomputable[call.block] > 0
@@ -284,7 +289,7 @@ class StageLoad:
     partial_bytes: int  # gradients that are summed over tp once per step, of a rank's shard
     sent_bytes: int  # of what the next stage receives; gradients come back for as many
     moved_bytes: int  # of it, what a rank sends
-    shared_bytes: int  # gradients of parameters that other ranks hold too
+    shared_bytes: int  # gradients of parameters that other ranks hold too, of a rank's shard
 
     @property
     def trained(self) -> int:
@@ -433,7 +438,8 @@ def _load(
     before = {name for name, every in both.items() if any(n < number and variant.rank_of(n) == here for n in every)}
     partial = partial_bytes(part.region, variant.shards, before)
     partial += sum(partial_bytes(settled.lowered.blocks[b], variant.shards) * n for b, n in counts.items())
-    own = {p.name: 4 * prod(local_shape(lies, p.value.sizes, tp)) for p, lies in part.region.parameters if p.value.grad}
+    held = ((p.name, local_shape(lies, p.value.sizes, tp)) for p, lies in part.region.parameters if p.value.grad)
+    own = {name: _shard_bytes(shape, variant.shards) for name, shape in held if name not in before}
     elsewhere = {name for name, numbers in both.items() if len({variant.rank_of(n) for n in numbers}) > 1}
     sent = moved = 0
     if part is not variant.stages[-1]:
@@ -458,8 +464,13 @@ def partial_bytes(region: LocalRegion, shards: int = 1, without: Collection[str]
     `without`: names of parameters that another stage of the rank holds too.
     """
     held = (p for p, placement in region.parameters if placement is R and p.name not in without)
-    shapes = [p.value.sizes or (1,) for p in held]
-    return sum(4 * ceil(first / shards) * prod(rest) for first, *rest in shapes)
+    return sum(_shard_bytes(p.value.sizes, shards) for p in held)
+
+
+def _shard_bytes(shape: Sequence[int], shards: int) -> int:
+    """A rank's share of a gradient in fp32."""
+    first, *rest = shape or (1,)
+    return 4 * ceil(first / shards) * prod(rest)
 
 
 def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> StepSeconds:
@@ -579,7 +590,7 @@ def transfers(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) 
 
 def shared_seconds(problem: Problem, variant: Variant, every: tuple[StageLoad, ...]) -> float:
     """Seconds of summing the gradients of what several ranks hold: they lie as far apart as ranks of pp do."""
-    size = max(load.shared_bytes for load in every) // variant.shards
+    size = max(load.shared_bytes for load in every)
     pair = variant.settled.pair
     holders = {variant.rank_of(n) for numbers in shared(variant.stages).values() for n in numbers}
     if not size or len(holders) < 2:
@@ -619,9 +630,8 @@ def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden
 
 def kind_of(problem: Problem, variant: Variant) -> Kind:
     """Which engine trains the plan (autopar/runtime/engine.py)."""
-    split = variant.staging is not None and SCHEDULES[variant.schedule].split
     pair = variant.settled.pair
-    return Kind.SHARDS if split and pair.dp > 1 else _likely_kind(problem, pair, variant.zero)
+    return Kind.SHARDS if variant.splits_backward and pair.dp > 1 else _likely_kind(problem, pair, variant.zero)
 
 
 def _likely_kind(problem: Problem, pair: Pair, zero: int) -> Kind:
@@ -651,8 +661,9 @@ class DataParallelUse:
 def dp_uses(problem: Problem, variant: Variant, own: Sequence[int]) -> tuple[DataParallelUse, ...]:
     """What the engine runs over dp: gradients reduced in fp32, parameters gathered in the compute dtype, by unit.
 
-    Stage 1 reduces once per step, stage 2 after every microbatch; both gather once. Stage 3 gathers for every forward
-    and, but for the root, for every backward. Of the stages of one pp rank, one after the other.
+    Stage 1 reduces once per step, stages 2 and 3 after every microbatch, but over the groups that hold the same once.
+    Stages 1 and 2 gather once, stage 3 for every forward and, but for the root, for every backward. Of the stages of
+    one pp rank, one after the other.
     """
     every = loads(problem, variant)
     units = tuple(unit for stage in own for unit in every[stage].units)
@@ -681,7 +692,7 @@ def _dp_uses(
         elements, trained = unit.padded(shards)
         gradients, parameters = problem.reduced_bytes * trained, problem.compute_bytes * elements
         add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
-        add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, reductions, True)
+        add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, 1, True)
         add(Collective.ALL_GATHER, inner, name, parameters, unit, m if stage == 3 else 1, False)
         if stage == 3 and name != names[-1]:
             add(Collective.ALL_GATHER, inner, name, parameters, unit, m, True)

@@ -52,8 +52,9 @@ def test_two_ranks_agree_on_one_profile(gloo) -> None:
     assert {sweep.kind for sweep in first.collectives} == set(Collective) - {Collective.BROADCAST}
     assert all(sweep.bytes == (4096, 65536) and min(sweep.seconds) > 0 for sweep in first.collectives)
     assert first.overlap_slowdown is not None and first.overlap_slowdown >= 1
-    assert first.launch_s is not None and 1e-6 < first.launch_s < 1e-3
-    assert all(one.fixed_s >= first.launch_s for one in first.operators if one.operator is OperatorClass.MATMUL)
+    assert first.launch_s is None  # on a CPU every operator has it in its fixed time
+    least = min(one.fixed_s for one in first.operators if one.operator is not OperatorClass.OPTIMIZER)
+    assert 1e-6 < least < 1e-3
     assert first.unit_s is not None and 0 <= first.unit_s < 0.1
     cluster = Cluster.preset("cpu:2").with_profile(first)
     sweep = next(one for one in first.collectives if one.kind is Collective.ALL_GATHER)

@@ -18,7 +18,7 @@ from autopar.cli import main
 from autopar.dryrun import TOLERANCE, dryrun
 from autopar.write import write_output
 from costmodels.cluster import Cluster
-from costmodels.errors import AutoparError, BadInput
+from costmodels.errors import BadInput
 from models import CASES, pins, prepared
 from passes.pipeline import PIPELINE, SEARCH
 from passes.state import run
@@ -33,6 +33,9 @@ PLANS = [
     ("llama", "pp=2,dp=2,tp=1,zero=2,microbatches=3,schedule=1f1b"),
     ("t5", "dp=2,tp=2,zero=2"),
     ("bert", "pp=2,dp=1,tp=2,microbatches=4,schedule=1f1b,recompute=full"),
+    ("gpt2", "pp=2,dp=1,tp=2,microbatches=4,schedule=interleaved_zb"),
+    ("llama", "pp=2,dp=2,tp=1,zero=1,microbatches=3,schedule=zbv"),
+    ("llama", "pp=2,dp=1,tp=2,microbatches=4,schedule=interleaved"),
 ]
 
 
@@ -62,12 +65,7 @@ def command(*words: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-HELD_MORE = pytest.mark.xfail(strict=True, reason="holds up to 4.5 % more, docs/accuracy.md")
-IN_FP32 = [
-    pytest.param(model, fix, "fp32", marks=[pytest.mark.slow, *[HELD_MORE] * ("pp=2" in fix and model != "llama")])
-    for model, fix in PLANS
-    if "zero=0" not in fix
-]
+IN_FP32 = [pytest.param(model, fix, "fp32", marks=() if "zero=0" in fix else pytest.mark.slow) for model, fix in PLANS]
 
 
 @pytest.mark.parametrize(("model", "fix", "precision"), [*((*one, "bf16") for one in PLANS), *IN_FP32])
@@ -77,19 +75,15 @@ def test_a_rank_holds_and_sends_what_the_plan_says(model: str, fix: str, precisi
     for rank in (0, world - 1):
         found = in_a_child(dryrun, folder, rank)
         assert found.as_planned, found.text
-        assert rank or found.traffic == found.predicted_traffic, found.text  # the first rank has the largest shards
+        if rank == 0:  # it has the largest shards
+            sent, planned = (
+                [(one.name, one.axis, one.full_bytes) for one in traffic]
+                for traffic in (found.traffic, found.predicted_traffic)
+            )
+            assert sent == planned, found.text
         assert abs(found.predicted_bytes / found.peak_bytes - 1) <= TOLERANCE, found.text
         assert sum(size for _, size in found.held) == found.peak_bytes
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zb"])
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_split_backwards_run_what_was_priced_and_hold_no_more(model: str, schedule: str, tmp_path: Path) -> None:
-    folder = written(tmp_path / "out", model, f"pp=2,dp=1,tp=2,microbatches=4,schedule={schedule}")
-    found = in_a_child(dryrun, folder, 0)
-    assert found.traffic == found.predicted_traffic, found.text
-    assert found.peak_bytes <= found.predicted_bytes, found.text
 
 
 def test_what_was_not_planned_is_said_and_fails(tmp_path: Path) -> None:
@@ -104,12 +98,6 @@ def test_what_was_not_planned_is_said_and_fails(tmp_path: Path) -> None:
     (folder / "plan.yaml").write_text(lie.to_yaml())
     code, said = in_a_child(command, "dryrun", str(folder))
     assert code == 1 and "not in the plan" in said and "(-5" in said
-
-
-def test_replicas_in_fp32_are_refused(tmp_path: Path) -> None:
-    folder = written(tmp_path / "out", "gpt2", "dp=3,tp=1,zero=0", "fp32")
-    with pytest.raises(AutoparError, match="not possible under DistributedDataParallel"):
-        dryrun(folder)
 
 
 def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:

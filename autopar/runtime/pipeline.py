@@ -172,6 +172,8 @@ class _Stage(PipelineStage):
     ) -> None:
         self.engine.before_backward(last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:  # the schedule keeps it until the end of the step, and its graph what was received
+            loss.detach_()
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             info.buffer = None
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime import gradients, mesh
-from autopar.runtime.engine import engine
+from autopar.runtime.engine import Alone, engine
 from autopar.runtime.layout import P, R
 from autopar.runtime.module import Randomness, ShardedModule, method, name_modules, randomness
 from autopar.runtime.pipeline import Pipeline
@@ -115,6 +115,11 @@ class Trainer:
         found: list[dict[str, str]] = [{} for _ in range(self._pp.size)]
         dist.all_gather_object(found, own, group=self._pp.group)
         return _united(found)
+
+    @property
+    def engines(self) -> tuple[Alone, ...]:
+        """What trains the model over dp, or each of this rank's stages."""
+        return (self._engine,) if self.program.schedule == "none" else tuple(self._pipeline.engines.values())
 
     @property
     def model(self) -> nn.Module:
