@@ -223,12 +223,10 @@ def operator_rates(
         progress(f"operators: {kind.value}, {dtype}")
         found = samples(kind, dtype, cluster.device, clock)
         fixed, flop, tail, moved = fitted(found)
-        counted = any(one.flop for one in found)
         if kind is OperatorClass.ATTENTION and flop > 0 and dtype == next(name for name in DTYPES if name in known):
             waves = tail / flop
-        rates.append(
-            Rates(kind, dtype, _inverse(moved), max(least_fixed_s, fixed), _inverse(flop) if counted else None)
-        )
+        flop_per_s = _inverse(flop) if any(one.flop for one in found) else None
+        rates.append(Rates(kind, dtype, _inverse(moved), max(least_fixed_s, fixed), flop_per_s))
         if kind is OperatorClass.POINTWISE:
             rates.append(replace(rates[-1], operator=OperatorClass.OTHER))
     progress("operators: optimizer")

@@ -277,8 +277,8 @@ def masks(text, held, weights, steps):
 
 def test_masks_are_equal_on_replicas_and_differ_on_shards_and_over_dp(gloo):
     whole, split = 0, 0
-    for thin in (False, True):
-        state = planned(CASES["dropout"], "dp=2,tp=2", thin=thin)
+    for fix, thin in (("dp=2,tp=2", False), ("dp=2,tp=2,zero=3", True)):  # whole, and along the sequence
+        state = planned(CASES["dropout"], fix, thin=thin)
         by_rank = gloo.run(4, masks, state.program, buffers(state), CASES["dropout"].weights, 2)
         for kept in zip(*(rank[0] for rank in by_rank), strict=True):
             (a, b), (c, d) = kept[:2], kept[2:]  # the tp ranks of each dp rank
