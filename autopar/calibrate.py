@@ -38,6 +38,7 @@ from passes.plan import Plan
 WARM_UP_S = 2.0  # of matmuls, until a GPU's clock is that of training
 SIZES = tuple(4**n * 4096 for n in range(9))  # bytes of the full tensor, to 256 MiB
 LONG_COLLECTIVE_S = 0.5  # messages that would take longer are left out
+BETWEEN_S = 1e-3  # of compute before each
 OVERLAPPED_BYTES = 16 * 2**20
 
 
@@ -65,18 +66,46 @@ def sweeps(cluster: Cluster, clock: Clock, progress: Progress) -> tuple[Sweep, .
                 if kind is Collective.BROADCAST:
                     continue  # no program runs it in a step
                 progress(f"{kind.value} of {size} ranks, {stride} apart")
-                taken = list(_sweep(kind, size, clock))
-                sizes, seconds = zip(*taken, strict=True)
+                sizes, taken = zip(*_sweep(kind, size, clock), strict=True)
+                # a smaller message never takes longer
+                seconds = tuple(min(taken[at:]) for at in range(len(taken)))
                 found.append(Sweep(kind, group.ranks_per_node, group.nodes, group.siblings, sizes, seconds))
     return tuple(found)
 
 
 def _sweep(kind: Collective, size: int, clock: Clock) -> Iterator[tuple[int, float]]:
+    """Seconds by bytes: what a collective adds to compute before it, at least what it takes alone.
+
+    One after the other finds the ranks in step and the message in the caches. Between the products of a layer, ranks
+    come at different times and wait for the last: a gather of 1 MiB takes 3.3 ms there, alone 1.4 (gloo, two ranks).
+    """
+    compute = products(clock, BETWEEN_S)
+    alone = clock.seconds(compute)
     for full in SIZES:
-        taken = clock.seconds(_action(kind, full // 4, size, clock.device))
+        action = _action(kind, full // 4, size, clock.device)
+
+        def after_compute(action: Callable[[], object] = action) -> None:
+            compute()
+            action()
+
+        taken = max(clock.seconds(action), clock.seconds(after_compute) - alone)
         yield full, taken
         if 4 * taken > LONG_COLLECTIVE_S:
             return
+
+
+def products(clock: Clock, seconds: float) -> Callable[[], None]:
+    """Matrix products that take about so long."""
+    cuda = clock.device.type == "cuda"
+    width, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
+    x = torch.randn(width, width, dtype=dtype, device=clock.device)
+    count = max(1, math.ceil(seconds / clock.seconds(lambda: x @ x)))
+
+    def compute() -> None:
+        for _ in range(count):
+            x @ x
+
+    return compute
 
 
 def _action(kind: Collective, elements: int, size: int, device: torch.device) -> Callable[[], object]:
@@ -119,17 +148,9 @@ def overlap_slowdown(cluster: Cluster, clock: Clock) -> float:
 
     Infinite where it adds all its time: on CPUs gloo runs on the cores that compute.
     """
-    width = 4096 if clock.device.type == "cuda" else 512
-    dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
-    x = torch.randn(width, width, dtype=dtype, device=clock.device)
     message = torch.zeros(OVERLAPPED_BYTES // 4, device=clock.device)
     collective = clock.seconds(lambda: dist.all_reduce(message))
-    one = clock.seconds(lambda: x @ x)
-    count = max(1, math.ceil(2 * collective / one))
-
-    def compute() -> None:
-        for _ in range(count):
-            x @ x
+    compute = products(clock, 2 * collective)
 
     def both() -> None:
         work = dist.all_reduce(message, async_op=True)
