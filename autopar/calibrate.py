@@ -126,16 +126,14 @@ def _action(kind: Collective, elements: int, size: int, device: torch.device) ->
             cut = -(-share // size)
             matrix = torch.zeros(cut, size, device=device)
             return lambda: run.all_to_all(matrix, 0, 1, "axis")
-        case Collective.SEND:
-            message = torch.zeros(elements, device=device)
-            peer = on.rank + 1 if on.rank % 2 == 0 else on.rank - 1
-            if peer == size:  # an odd axis: the last one has nobody to send to
-                return lambda: None
-            there = dist.get_global_rank(on.group, peer)
-            send = dist.P2POp(dist.isend if on.rank % 2 == 0 else dist.irecv, message, there, on.group)
+        case Collective.SEND:  # each rank to the next, all at once: some of them to the next node
+            given, taken = torch.zeros(elements, device=device), torch.zeros(elements, device=device)
+            peers = [dist.get_global_rank(on.group, rank) for rank in range(size)]
+            ops = [dist.P2POp(dist.isend, given, peers[on.rank + 1], on.group)] if on.rank + 1 < size else []
+            ops += [dist.P2POp(dist.irecv, taken, peers[on.rank - 1], on.group)] if on.rank else []
 
             def sent() -> None:
-                for work in dist.batch_isend_irecv([send]):
+                for work in dist.batch_isend_irecv(ops):
                     work.wait()
 
             return sent
@@ -190,9 +188,9 @@ def taken_outside() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def communicator_bytes(ranks: int) -> tuple[int, int]:
-    """What the first process group takes, the world's, and one more."""
-    found = [taken_outside()]
+def communicator_bytes(ranks: int, context: int) -> tuple[int, int]:
+    """What the first process group takes, the world's, beside the context that was there before it, and one more."""
+    found = [context]
     for group in (None, dist.new_group(list(range(ranks)))):
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         torch.cuda.synchronize()
@@ -204,7 +202,7 @@ def communicator_bytes(ranks: int) -> tuple[int, int]:
 
 
 def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profile:
-    """The profile of this machine's devices, as `cluster` names them; the same on every rank.
+    """The profile of this machine's devices, as `cluster` names them; every rank has the same numbers.
 
     Raises BadInput where the processes are not as many as the cluster's devices.
     """
@@ -218,15 +216,18 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         )
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"no GPU is here; the cluster has {cluster.device.name}")
-    began = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    own = torch.device("cpu")
+    context, groups_bytes = 0, (0, 0)
     if kind == "cuda":
-        torch.zeros(1, device=began)
-    context = taken_outside() if kind == "cuda" else None
-    extra = None
+        own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(own)
+        torch.zeros(1, device=own)
+        context = taken_outside()
     if cluster.devices > 1:
         mesh.init({"world": cluster.devices}, kind)
-        extra = communicator_bytes(cluster.devices) if kind == "cuda" else None
-    clock = Clock(mesh.current().device if cluster.devices > 1 else began)
+        groups_bytes = communicator_bytes(cluster.devices, context) if kind == "cuda" else groups_bytes
+    clock = Clock(own)
+    context, first, further = (int(clock.slowest(size)) for size in (context, *groups_bytes))  # of the fullest rank
     if kind == "cuda":
         _warm_up(clock)
     progress("eager launches")
@@ -251,8 +252,8 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         launch_s=small_s / (LAYER_LAUNCHES * SMALL_LAYERS) if kind == "cuda" else None,
         unit_s=unit,
         overlap_slowdown=slowdown,
-        fixed_overhead_bytes=context,
-        communicator_bytes=extra,
+        fixed_overhead_bytes=context if kind == "cuda" else None,
+        communicator_bytes=(first, further) if kind == "cuda" and cluster.devices > 1 else None,
     )
 
 
@@ -277,8 +278,8 @@ def _processor() -> str:
 def corrected(profile: Profile, plan: Plan, measured_s: float) -> Profile:
     """The profile with one more factor on all compute, such that the plan's step takes as long as measured.
 
-    Compute, recompute, optimizer and bubbles grow with the factor, what communication shows does not. Raises BadInput
-    where a measured step is shorter than the plan's communication alone.
+    Compute, recompute, updates and bubbles grow with the factor; what communication shows is taken to stay, though a
+    little more of it is hidden then. Raises BadInput where a measured step is shorter than its communication.
     """
     spent = plan.time_s
     computing = spent.compute + spent.recompute + spent.optimizer + spent.bubble

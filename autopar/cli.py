@@ -239,6 +239,8 @@ def calibrate(
     if from_step is not None:
         if cluster is not None:
             raise BadInput("--cluster: a profile that is corrected has its own; leave it out beside --from-step")
+        if os.environ.get("RANK", "0") != "0":
+            return DONE
         profile = _corrected(out, from_step, measured)
     elif measured is not None:
         raise BadInput("--measured belongs to --from-step PLAN")
@@ -246,7 +248,7 @@ def calibrate(
         from autopar.calibrate import calibrate as run
         from costmodels.cluster import Cluster
 
-        machines = Cluster.detect() if cluster is None else Cluster.load(cluster)
+        machines = Cluster.detect() if cluster is None else Cluster.load(cluster, calibrated=False)
         with _progress() as progress:
             profile = run(machines, progress)
     if os.environ.get("RANK", "0") == "0":

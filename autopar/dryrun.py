@@ -58,13 +58,11 @@ class Traffic:
     axis: str
     count: int
     full_bytes: int  # of all of them together
+    in_buckets: bool = False  # DistributedDataParallel's, of a size of its own, where plans sum by layer
 
     def is_as(self, planned: Traffic | None) -> bool:
-        """Plans are for the fullest rank: where shards are uneven, others have a row less.
-
-        A plan sums what is replicated by layer, DistributedDataParallel in buckets of a size of its own.
-        """
-        if planned is None or (self.count != planned.count and self.axis != "dp_replicate"):
+        """Plans are for the fullest rank: where shards are uneven, others have a row less."""
+        if planned is None or (self.count != planned.count and not self.in_buckets):
             return False
         return (1 - UNEVEN) * planned.full_bytes <= self.full_bytes <= planned.full_bytes
 
@@ -391,7 +389,10 @@ class _Follower(Tracker):
         return name if name != "dp" else "dp_replicate" if kind == "all_reduce" else "dp_shard"
 
     def traffic(self) -> tuple[Traffic, ...]:
-        return tuple(Traffic(*key, self.counts[key], size) for key, size in sorted(self.bytes.items()))
+        return tuple(
+            Traffic(*key, self.counts[key], size, bool(self.buckets.flat) and key[1] == "dp_replicate")
+            for key, size in sorted(self.bytes.items())
+        )
 
     def parameters(self) -> list[Tensor]:
         return [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]

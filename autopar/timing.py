@@ -154,6 +154,9 @@ def cases(kind: OperatorClass) -> Iterator[Case]:
 NOT_TIMED = (OperatorClass.VIEW, OperatorClass.OTHER, OperatorClass.OPTIMIZER)  # by themselves
 
 
+FLOP = 1  # its place among the coefficients
+
+
 @dataclass(frozen=True)
 class Sample:
     """How long work took: so many fixed times, FLOP, FLOP that wait for the last tiles, and bytes."""
@@ -193,21 +196,22 @@ def samples(kind: OperatorClass, dtype: str, device: Device, clock: Clock) -> li
 def fitted(found: Sequence[Sample]) -> tuple[float, ...]:
     """The coefficients, none negative, of fixed, flop, tail and moved with the least squares of relative errors.
 
-    With so few of them, every choice of which are 0 is tried.
+    With so few of them, every choice of which are 0 is tried; but FLOP are never free where something else is not.
     """
     rows = torch.tensor([[s.fixed, s.flop, s.tail, s.moved] for s in found], dtype=torch.float64)
     rows /= torch.tensor([s.seconds for s in found], dtype=torch.float64).unsqueeze(1)
     scale = rows.abs().amax(0)
     used = [column for column in range(4) if scale[column] > 0]
-    best, answer = math.inf, (0.0,) * 4
+    best, answer = (True, math.inf), (0.0,) * 4
     for count in range(1, len(used) + 1):
         for chosen in combinations(used, count):
             table = rows[:, chosen] / scale[list(chosen)]
             solved = torch.linalg.lstsq(table, torch.ones(len(found), 1, dtype=torch.float64), driver="gelsd").solution
             error = float(((table @ solved - 1) ** 2).sum())
-            if bool((solved >= 0).all()) and error < best:
-                values = (solved.squeeze(1) / scale[list(chosen)]).tolist()
-                best, answer = error, tuple(dict(zip(chosen, values, strict=True)).get(c, 0.0) for c in range(4))
+            values = dict(zip(chosen, (solved.squeeze(1) / scale[list(chosen)]).tolist(), strict=True))
+            free = FLOP in used and not values.get(FLOP, 0.0) > 0
+            if min(values.values()) >= 0 and (free, error) < best:
+                best, answer = (free, error), tuple(values.get(column, 0.0) for column in range(4))
     return answer
 
 
@@ -216,16 +220,20 @@ def operator_rates(
 ) -> tuple[tuple[Rates, ...], float]:
     """The rates of every class in every dtype, no fixed time below that given, and attention's waves of the tail."""
     rates, waves = [], cluster.device.efficiency.attention_tail_waves
-    known = dict(cluster.device.flop_per_s)
-    for kind, dtype in product(OperatorClass, (name for name in DTYPES if name in known)):
+    known = [name for name in DTYPES if name in dict(cluster.device.flop_per_s)]
+    if cluster.device.kind == "cpu":
+        known.reverse()  # what is trained in comes first: it says how long the tails of attention are
+    for kind, dtype in product(OperatorClass, known):
         if kind in NOT_TIMED:
             continue
         progress(f"operators: {kind.value}, {dtype}")
         found = samples(kind, dtype, cluster.device, clock)
+        if kind is OperatorClass.ATTENTION and dtype != known[0]:
+            found = [replace(one, flop=one.flop + waves * one.tail, tail=0.0) for one in found]
         fixed, flop, tail, moved = fitted(found)
-        if kind is OperatorClass.ATTENTION and flop > 0 and dtype == next(name for name in DTYPES if name in known):
+        if kind is OperatorClass.ATTENTION and dtype == known[0] and flop > 0:
             waves = tail / flop
-        flop_per_s = _inverse(flop) if any(one.flop for one in found) else None
+        flop_per_s = 1 / flop if flop > 0 else None
         rates.append(Rates(kind, dtype, _inverse(moved), max(least_fixed_s, fixed), flop_per_s))
         if kind is OperatorClass.POINTWISE:
             rates.append(replace(rates[-1], operator=OperatorClass.OTHER))

@@ -73,11 +73,6 @@ class Cluster:
         """A cluster with what is not given taken from the device."""
         if nodes < 1 or devices_per_node < 1:
             raise BadInput(f"{nodes} nodes of {devices_per_node} devices: a cluster has at least one device")
-        usable = usable_bytes(device, EXPECTED_COMMUNICATORS if nodes * devices_per_node > 1 else 0)
-        if usable <= 0:
-            raise BadInput(
-                f"{device.name} has {device.memory_bytes / GIB:.1f} GiB: context and NCCL leave nothing of it"
-            )
         return cls(
             name=name or f"{nodes}x{devices_per_node}x{device.name}",
             nodes=nodes,
@@ -85,15 +80,15 @@ class Cluster:
             device=device,
             intra_node=intra_node or device.intra_node,
             inter_node=inter_node or device.inter_node,
-            memory_limit_bytes=usable,
+            memory_limit_bytes=_usable(device, nodes * devices_per_node),
         )
 
     @classmethod
-    def load(cls, text: str) -> "Cluster":
-        """A cluster from what a command line takes: a file or a preset."""
+    def load(cls, text: str, *, calibrated: bool = True) -> "Cluster":
+        """A cluster from what a command line takes: a file or a preset; without its profile unless `calibrated`."""
         path = Path(text)
         if path.is_file() or path.suffix in (".yaml", ".yml") or os.sep in text:
-            return cls.from_yaml(path)
+            return cls.from_yaml(path, calibrated=calibrated)
         return cls.preset(text)
 
     @classmethod
@@ -132,8 +127,8 @@ class Cluster:
         return cls.of(device, nodes=world // local, devices_per_node=local)
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> "Cluster":
-        """The cluster that a file describes, see the top of this module."""
+    def from_yaml(cls, path: str | Path, *, calibrated: bool = True) -> "Cluster":
+        """The cluster that a file describes, see the top of this module; without its profile unless `calibrated`."""
         table = _read(path)
         nodes = table.whole("nodes", 1)
         links = table.table("links", optional=True)
@@ -149,7 +144,7 @@ class Cluster:
             intra_node=_link(links, "intra_node", device.intra_node),
             inter_node=_link(links, "inter_node", device.inter_node),
         )
-        if "profile" in table.values:
+        if calibrated and "profile" in table.values:
             cluster = cluster.with_profile(Profile.from_yaml(Path(path).parent / table.text("profile")))
         if limit_gib is None:
             return cluster
@@ -159,10 +154,12 @@ class Cluster:
             raise BadInput(f"{table.where}memory_limit_gib: {error}") from None
 
     def with_profile(self, profile: Profile) -> "Cluster":
-        """The same cluster with what was measured on it. Raises BadInput where that was another device."""
+        """The same cluster with what was measured on it, and the memory limit that this leaves.
+
+        Raises BadInput where that was another device.
+        """
         device = profile.applied_to(self.device)
-        usable = usable_bytes(device, EXPECTED_COMMUNICATORS if self.devices > 1 else 0)
-        return replace(self, device=device, memory_limit_bytes=usable, profile=profile)
+        return replace(self, device=device, memory_limit_bytes=_usable(device, self.devices), profile=profile)
 
     def with_memory_limit(self, memory_limit_bytes: int) -> "Cluster":
         """The same cluster where live tensors may fill this many bytes of each device."""
@@ -174,6 +171,13 @@ class Cluster:
                 f"{self.device.memory_bytes / GIB:.1f} GiB of {self.device.name}"
             )
         return replace(self, memory_limit_bytes=memory_limit_bytes)
+
+
+def _usable(device: Device, devices: int) -> int:
+    usable = usable_bytes(device, EXPECTED_COMMUNICATORS if devices > 1 else 0)
+    if usable <= 0:
+        raise BadInput(f"{device.name} has {device.memory_bytes / GIB:.1f} GiB: context and NCCL leave nothing of it")
+    return usable
 
 
 def _environment(variable: str) -> int | None:

@@ -20,7 +20,10 @@ other; one NIC for everything would take 86 (stas00/ml-engineering, network/READ
 """
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from costmodels.cluster import Cluster
 from costmodels.devices import Saturation
@@ -32,18 +35,58 @@ TREE_KINDS = (Collective.ALL_REDUCE, Collective.BROADCAST)
 # H100 (meta-pytorch/autoparallel a54c252).
 ALL_TO_ALL_SHARE = 0.9
 
+GRID_BYTES = tuple(2.0**n for n in range(8, 41))  # where a measured curve is drawn
+
 
 def collective_seconds(kind: Collective, full_bytes: float, group: Group, cluster: Cluster) -> float:
-    """The seconds of one collective; a group of one rank costs nothing.
-
-    By the table above, times what a sweep over such a group, or the nearest, measured beside it.
-    """
+    """The seconds of one collective: by the table above, or as a profile has it; a group of one rank costs nothing."""
     if group.size == 1 or full_bytes == 0:
         return 0.0
-    seconds = prior_seconds(kind, full_bytes, group, cluster)
-    if cluster.profile is None or (sweep := cluster.profile.sweep(kind, group)) is None:
-        return seconds
-    return seconds * sweep.ratio(full_bytes, lambda size: prior_seconds(kind, size, sweep.group, cluster))
+    curve = None if cluster.profile is None else measured_curve(kind, group, cluster)
+    if curve is None:
+        return prior_seconds(kind, full_bytes, group, cluster)
+    sizes, seconds = curve
+    if full_bytes <= sizes[0]:
+        return seconds[0]
+    if full_bytes >= sizes[-1]:
+        return seconds[-1] * full_bytes / sizes[-1]
+    at = bisect_right(sizes, full_bytes)
+    return _between(full_bytes, sizes[at - 1 : at + 1], seconds[at - 1 : at + 1])
+
+
+@lru_cache(maxsize=4096)
+def measured_curve(kind: Collective, group: Group, cluster: Cluster) -> tuple[Sequence[float], Sequence[float]] | None:
+    """Sizes and seconds of a collective, after the profile's sweep over such a group or the nearest; None without one.
+
+    The prior of a size times measured / prior of the sizes measured around it. The prior knows how latency turns into
+    bandwidth: where every second point of published curves is left out, this predicts it within 18 %, straight lines
+    between the times themselves within 65 %. Proofs rest on economies of scale, and noise has none: whatever was
+    measured, a larger message takes no less, and no more a byte.
+    """
+    assert cluster.profile is not None, "there is a profile"
+    if (sweep := cluster.profile.sweep(kind, group)) is None:
+        return None
+    priors = [prior_seconds(kind, size, sweep.group, cluster) for size in sweep.bytes]
+    ratios = [seconds / prior for seconds, prior in zip(sweep.seconds, priors, strict=True)]
+    sizes = sorted({*map(float, sweep.bytes), *GRID_BYTES})
+    found: list[float] = []
+    for number, size in enumerate(sizes):
+        at = bisect_left(sweep.bytes, size)
+        low, high = max(0, at - 1), min(at, len(sweep.bytes) - 1)
+        ratio = ratios[high]
+        if low < high:
+            ratio = _between(max(size, sweep.bytes[0]), sweep.bytes[low : high + 1], ratios[low : high + 1])
+        taken = ratio * prior_seconds(kind, size, group, cluster)
+        if found:
+            taken = min(max(taken, found[-1]), found[-1] * size / sizes[number - 1])
+        found.append(taken)
+    return sizes, found
+
+
+def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Straight between two points, all in logarithms."""
+    share = math.log(x / xs[0]) / math.log(xs[1] / xs[0])
+    return float(ys[0] * (ys[1] / ys[0]) ** share)
 
 
 def prior_seconds(kind: Collective, full_bytes: float, group: Group, cluster: Cluster) -> float:

@@ -3,7 +3,7 @@
     autopar: 0.1.0
     device: h100-sxm-80              # the catalogue's name, or the cluster file's own
     measured_on: NVIDIA H100 80GB HBM3
-    date: 2026-11-30T12:00:00+00:00
+    date: "2026-11-30T12:00:00+00:00"
     torch: 2.13.0
     backend: nccl 2.28.9
     ranks: 16
@@ -21,7 +21,7 @@
     unit_s: 0.0008                   # hooks of a sharded unit in a microbatch, on CPUs
     overlap_slowdown: 1.2
     fixed_overhead_bytes: 515899392  # of a process, outside the allocator
-    communicator_bytes: [1556925645, 644245094]
+    communicator_bytes: [1556925645, 644245094]  # the first process group, each further one
     compute_factor: 1.08             # seconds of a step's compute, measured over predicted (calibrate --from-step)
 
 What is left out stays as the catalogue has it.
@@ -30,8 +30,6 @@ What is left out stays as the catalogue has it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -79,21 +77,6 @@ class Sweep:
     def group(self) -> Group:
         return Group(self.ranks_per_node, self.nodes, self.siblings)
 
-    def ratio(self, full_bytes: float, prior: Callable[[float], float]) -> float:
-        """Measured over prior seconds of a size: in log bytes straight between neighbours, flat beyond the ends.
-
-        The prior knows how latency turns into bandwidth: where every second point of published curves is left out,
-        this predicts it within 18 %, straight lines between the times themselves within 65 %.
-        """
-        at = bisect_left(self.bytes, full_bytes)
-        low, high = max(0, at - 1), min(at, len(self.bytes) - 1)
-        logs = [math.log(self.seconds[i] / prior(self.bytes[i])) for i in (low, high)]
-        if low == high:
-            return math.exp(logs[0])
-        share = math.log(full_bytes / self.bytes[low]) / math.log(self.bytes[high] / self.bytes[low])
-        share = min(1.0, max(0.0, share))
-        return math.exp((1 - share) * logs[0] + share * logs[1])
-
     def distance(self, group: Group) -> float:
         """How far a group is from the measured one; infinite where it uses other links."""
         if (self.nodes > 1, self.ranks_per_node > 1) != (group.nodes > 1, group.ranks_per_node > 1):
@@ -130,7 +113,7 @@ class Profile:
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         step = "" if self.compute_factor == 1 else f", compute x {self.compute_factor:.3g} after a measured step"
-        return f"{self.name} of {self.date[:10]} ({ranks}, torch {self.torch}, {self.backend}{step})"
+        return f"{self.name} of {self.date[:19].replace('T', ' ')} ({ranks}, torch {self.torch}, {self.backend}{step})"
 
     def applied_to(self, device: Device) -> Device:
         """The device with what was measured. Raises BadInput where it is another one."""
@@ -145,7 +128,9 @@ class Profile:
             efficiency = replace(efficiency, attention_tail_waves=self.attention_tail_waves)
         names = ("launch_s", "unit_s", "overlap_slowdown", "fixed_overhead_bytes", "communicator_bytes")
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(device, efficiency=efficiency, measured=measured, **given)
+        changed = replace(device, efficiency=efficiency, measured=measured, **given)
+        factor = self.compute_factor
+        return replace(changed, launch_s=changed.launch_s * factor, unit_s=changed.unit_s * factor)
 
     def sweep(self, kind: Collective, group: Group) -> Sweep | None:
         """The sweep of a collective on the nearest group over the same links, if there is one."""
@@ -167,6 +152,8 @@ class Profile:
         """The profile that a file holds. Raises BadInput, with the place, where it is none."""
         values = read_mapping(Path(path), "a profile")
         try:
+            if strange := sorted(map(str, values.keys() - cls.__dataclass_fields__.keys() - {"autopar"})):
+                raise Unlike(f"{strange[0]} is not known")
             found = replace(typed(cls, values, ""), name=Path(path).name)
             _check(found)
         except Unlike as fault:
@@ -194,7 +181,8 @@ def _check(profile: Profile) -> None:
     for name in ("attention_tail_waves", "launch_s", "unit_s"):
         if not 0 <= (getattr(profile, name) or 0.0) < math.inf:
             raise Unlike(f"{name} is below 0")
-    overheads = (profile.fixed_overhead_bytes or 0, *(profile.communicator_bytes or (0, 0)))
+    groups = (0, 0) if profile.communicator_bytes is None else profile.communicator_bytes
+    overheads = (profile.fixed_overhead_bytes or 0, *groups)
     if len(overheads) != 3 or min(overheads) < 0:
         raise Unlike("fixed_overhead_bytes and the two communicator_bytes are not counts of bytes")
 

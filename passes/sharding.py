@@ -45,7 +45,7 @@ from passes.saved import saved_operands, saved_results
 ROOT = -1
 SCALE = 1e3  # the objective in milliseconds: solvers' tolerances are absolute
 MIB = 2**20
-STARTED_BESIDE = 1.25  # times the launches of a layer's operators: what is started with its reshardings, at most
+STARTED_BESIDE = 1.25  # times the launches of a layer's operators: what is likely started with its reshardings
 GAP = 1e-4  # relative, at which an answer counts as optimal
 TIE_BREAK_S_PER_BYTE = 1e-18
 Region: TypeAlias = int  # ROOT, or the index of a block
@@ -334,8 +334,20 @@ class Programme:
     # -- the programme ---------------------------------------------------------------------------------------------
 
     def solve(self, terms: Terms, seconds_limit: float = 60.0) -> Sharding | None:
+        """The best sharding; None where none keeps the budget.
+
+        Layers that wait for the host in what was found, and were not thought to, are hosted from then on.
+        """
         if self.axis.ranks == 1 and terms.budget_bytes is None:
             return self.alone(terms)
+        found = self.solve_once(terms, seconds_limit)
+        while found is not None and (waiting := self.waiting(found.chosen) - self.hosted):
+            self.hosted |= waiting
+            found = self.solve_once(terms, seconds_limit)
+        return found
+
+    def solve_once(self, terms: Terms, seconds_limit: float) -> Sharding | None:
+        """The best where only the layers in `hosted` may wait for the host."""
         model = mathopt.Model(name="sharding")
         x: dict[tuple[Key, int], mathopt.Variable] = {}
         z: dict[tuple[int, Placement, Placement], mathopt.Variable] = {}
@@ -454,8 +466,8 @@ class Programme:
         return self.axis.cluster.device.launch_s
 
     @cached_property
-    def hosted(self) -> frozenset[Region]:
-        """Layers whose kernels may be shorter than their launches."""
+    def hosted(self) -> set[Region]:
+        """Layers that the programme lets wait for the host: those that likely do, and all that once did."""
         found = set()
         for index, block in enumerate(self.program.blocks):
             sites = [(Site.of(op, block.values), rule_of(op.target)) for op in block.ops]
@@ -463,7 +475,24 @@ class Programme:
             started = sum((op_launches(site, rule) for site, rule in sites), Seconds())
             if least.waiting(started.times(STARTED_BESIDE * self.launch_s)).total > 0:
                 found.add(index)
-        return frozenset(found)
+        return found
+
+    def waiting(self, chosen: Mapping[Key, Strategy]) -> set[Region]:
+        """Layers whose kernels are shorter than their launches, under a decision."""
+        busy: dict[Region, Seconds] = defaultdict(Seconds)
+        started: dict[Region, Seconds] = defaultdict(Seconds)
+        for node in self.nodes.values():
+            kind, region, _ = node.key
+            if kind == "op" and region != ROOT:
+                busy[region] += op_seconds(node.site, node.rule, chosen[node.key], self.axis)
+                started[region] += op_launches(node.site, node.rule, chosen[node.key])
+        for tensor in self.tensors:
+            source = chosen[tensor.producer.key].results[tensor.result]
+            for target in {chosen[c.key].operands[i] for c, i in tensor.consumers} - {source}:
+                moved = reshard_seconds(tensor.value, source, target, self.axis)
+                busy[tensor.region] += moved
+                started[tensor.region] += moved.launches
+        return {r for r in started if r != ROOT and busy[r].waiting(started[r].times(self.launch_s)).total > 0}
 
     def is_hosted(self, node: Node) -> bool:
         return node.key[0] == "op" and node.key[1] in self.hosted

@@ -6,7 +6,7 @@ Everything is priced on the lowered program: the very operators and collectives 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -484,7 +484,8 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
     shards = variant.shards
     every = loads(problem, variant)
     axis = variant.settled.lowered.sharding.axis
-    once: list[tuple[float, float, float]] = []  # of each rank: dp, optimizer, sums over tp
+    kind = kind_of(problem, variant)
+    once: list[tuple[float, float, float, float]] = []  # of each rank: dp, its engine, optimizer, sums over tp
     busy: list[RegionSeconds] = []
     again: list[float] = []
     for own in variant.by_rank:
@@ -494,14 +495,15 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
         units = tuple(unit for stage in own for unit in every[stage].units)
         sums = sum(every[stage].partial_bytes for stage in own)
         once.append((
-            dp_seconds(problem, pair, variant.zero, variant.group, units, kind_of(problem, variant), seconds.compute),
+            dp_seconds(problem, pair, variant.zero, variant.group, units, kind, seconds.compute),
+            engine_seconds(problem, pair, variant.zero, variant.group, units, kind),
             update_seconds(problem, sum(every[stage].trained for stage in own), shards),
             axis.seconds(Collective.ALL_REDUCE, sums) if pair.tp > 1 else 0.0,
         ))  # fmt: skip
         busy.append(seconds)
         again.append(sum(every[stage].again for stage in own))
     slowest = max(range(len(once)), key=lambda rank: sum(once[rank]))
-    dp, optimizer, sums_s = once[slowest]
+    dp, engine, optimizer, sums_s = once[slowest]
     fullest = max(range(len(busy)), key=lambda r: busy[r].compute.total + busy[r].comm.total + again[r])
     bubble = exposed = 0.0
     if variant.staging is not None:
@@ -511,7 +513,7 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
             bubble = least_wait(variant, every, m)
         exposed += shared_seconds(problem, variant, every)
     return StepSeconds(
-        compute=m * busy[fullest].compute.total,
+        compute=m * busy[fullest].compute.total + engine,
         tp_comm=m * busy[fullest].comm.total + sums_s,
         dp_comm=dp,
         recompute=m * again[fullest],
@@ -611,8 +613,8 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
     As if nothing were cut over tp and compute hid all it can: costs have economies of scale, so that no other number
     of elements costs less for each.
     """
-    kind = _likely_kind(problem, pair, zero)
-    hidden = dp_seconds(problem, pair, zero, group, problem.whole_units, kind, Seconds(math.inf, math.inf))
+    held = (problem, pair, zero, group, problem.whole_units, _likely_kind(problem, pair, zero, group))
+    hidden = dp_seconds(*held, Seconds(math.inf, math.inf)) + engine_seconds(*held)
     return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
 
 
@@ -625,18 +627,21 @@ def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden
         else:
             cut = pair.tp * pair.pp
             units.append(Unit(one.elements // cut, one.trained // cut, one.count))
-    return dp_seconds(problem, pair, zero, group, tuple(units), _likely_kind(problem, pair, zero), hidden)
+    held = (problem, pair, zero, group, tuple(units), _likely_kind(problem, pair, zero, group))
+    return dp_seconds(*held, hidden) + engine_seconds(*held)
 
 
 def kind_of(problem: Problem, variant: Variant) -> Kind:
     """Which engine trains the plan (autopar/runtime/engine.py)."""
     pair = variant.settled.pair
-    return Kind.SHARDS if variant.splits_backward and pair.dp > 1 else _likely_kind(problem, pair, variant.zero)
+    if variant.splits_backward and pair.dp > 1:
+        return Kind.SHARDS
+    return _likely_kind(problem, pair, variant.zero, variant.group)
 
 
-def _likely_kind(problem: Problem, pair: Pair, zero: int) -> Kind:
+def _likely_kind(problem: Problem, pair: Pair, zero: int, group: int) -> Kind:
     """The same where no backward is split; if one is, this one costs less."""
-    if problem.precision == "bf16" or (pair.dp > 1 and zero):
+    if problem.precision == "bf16" or (pair.dp > 1 and zero and group > 1):
         return Kind.SHARDS
     return Kind.PLAIN if pair.dp == 1 else Kind.BUCKETS
 
@@ -702,24 +707,31 @@ def _dp_uses(
 def dp_seconds(
     problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind, compute: Seconds
 ) -> float:
-    """What data parallelism adds to a step: communication that the compute of its pass does not hide, copies, hooks.
+    """What data-parallel communication adds to a step: what the compute of its pass does not hide.
 
-    On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
+    What runs once a step runs in one of its passes, beside what runs in all of them. On CPUs fully_shard has no stream
+    of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
     """
-    device = problem.cluster.device
-    beside: dict[tuple[bool, int], float] = defaultdict(float)
-    for use in _dp_uses(problem, pair, stage, group, units):
-        beside[use.beside_backward, use.passes] += use.seconds_per_pass
+    device, m = problem.cluster.device, pair.microbatches(problem.global_batch)
+    waits = kind is Kind.SHARDS and device.kind == "cpu"
+    uses = _dp_uses(problem, pair, stage, group, units)
     added = 0.0
-    hidden = {True: compute.backward, False: compute.forward}
-    for (backward, passes), seconds in sorted(beside.items()):
-        waits = kind is Kind.SHARDS and device.kind == "cpu"
-        added += passes * (seconds if waits else exposed_seconds(hidden[backward], seconds, device))
+    for backward, hidden in ((False, compute.forward), (True, compute.backward)):
+        beside = [use for use in uses if use.beside_backward is backward]
+        every = sum(use.seconds_per_pass for use in beside if use.passes == m)
+        once = sum(use.seconds_per_pass for use in beside if use.passes != m)
+        for passes, seconds in ((m - 1, every), (1, every + once)):
+            added += passes * (seconds if waits else exposed_seconds(hidden, seconds, device))
+    return added
+
+
+def engine_seconds(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> float:
+    """What fully_shard takes of a step where compute runs: copies, and hooks of every unit."""
     if kind is not Kind.SHARDS or not problem.copies:
-        return added
-    copied = copied_bytes(problem, pair, stage, group, units)
+        return 0.0
+    device, copied = problem.cluster.device, copied_bytes(problem, pair, stage, group, units)
     hooks = device.unit_s * pair.microbatches(problem.global_batch) * sum(unit.count for unit in units)
-    return added + hooks + operator_seconds(OperatorClass.POINTWISE, 0.0, copied, "fp32", device)
+    return hooks + operator_seconds(OperatorClass.POINTWISE, 0.0, copied, "fp32", device)
 
 
 def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]) -> int:

@@ -11,8 +11,10 @@ from costmodels.cluster import Cluster
 from models import CASES, prepared
 from passes.bounds import Bounds, saved_bytes
 from passes.choices import groups, pairs
+from passes.lower import LocalOp
 from passes.memory import step_bytes
 from passes.pipeline import problem_of
+from passes.price import Seconds, op_launches
 from passes.search import Search
 from passes.step import Pair, Problem, Variant, step_seconds
 
@@ -79,5 +81,8 @@ def test_a_layer_takes_no_less_than_its_launches(tp):
         found[name] = settled, step
     (settled, hosted), (_, quick) = found["hosted"], found["free"]
     assert hosted.compute > 2 * quick.compute
-    for layer, block in zip(settled.blocks, settled.lowered.program.blocks, strict=True):
-        assert layer.compute.forward + layer.comm.forward >= device.launch_s * len(block.parameters) / 2
+    for layer, region in zip(settled.blocks, settled.lowered.blocks, strict=True):
+        local = [s for s in region.statements if isinstance(s, LocalOp)]
+        started = sum((op_launches(s.site, s.rule, s.strategy) for s in local), Seconds()).times(device.launch_s)
+        assert layer.compute.forward + layer.comm.forward >= started.forward * (1 - 1e-9)
+        assert layer.compute.backward + layer.comm.backward >= started.backward * (1 - 1e-9)

@@ -8,12 +8,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from autopar import calibrate as calibration
 from autopar import timing
 from autopar.calibrate import calibrate, groups
 from autopar.cli import main
 from autopar.report import read_plan
+from autopar.runtime import mesh
 from costmodels.cluster import Cluster
 from costmodels.collectives import collective_seconds
 from costmodels.errors import BadInput
@@ -61,6 +64,21 @@ def test_two_ranks_agree_on_one_profile(gloo) -> None:
     assert collective_seconds(Collective.ALL_GATHER, 65536, sweep.group, cluster) == pytest.approx(sweep.seconds[1])
 
 
+def test_a_message_to_the_next_rank_is_timed_over_every_hop(gloo) -> None:
+    """In a group of several nodes some hop is between two of them, wherever these begin."""
+    assert gloo.run(4, hops) == [(1, [1]), (2, [1, 1]), (2, [1, 1]), (1, [1])]
+
+
+def hops() -> tuple[int, list[int]]:
+    """Transfers of this rank, and how far each goes."""
+    mesh.init({"axis": 4}, "cpu")
+    own = dist.get_rank()
+    with patch.object(dist, "batch_isend_irecv", side_effect=dist.batch_isend_irecv) as posted:
+        calibration._action(Collective.SEND, 16, 4, torch.device("cpu"))()
+    (ops,) = posted.call_args.args
+    return len(ops), [abs(op.peer - own) for op in ops]
+
+
 def test_processes_that_are_not_as_many_as_the_devices_are_refused() -> None:
     with pytest.raises(BadInput, match="cpu:4 has 4 devices, 1 process was started: torchrun --nproc-per-node 4 -m"):
         calibrate(Cluster.preset("cpu:4"))
@@ -93,8 +111,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(cluster: str) -> Plan:
-    words = "plan model.py:model --precision fp32 --fix dp=2,zero=0,microbatches=1 --out out --cluster"
+def plan(cluster: str, fix: str = "dp=2,zero=0,microbatches=1") -> Plan:
+    words = f"plan model.py:model --precision fp32 --fix {fix} --out out --cluster"
     assert main([*words.split(), cluster]) == 0
     return read_plan(Path("out"))
 
@@ -113,6 +131,17 @@ def test_a_measured_step_is_what_the_same_plan_then_predicts(folder: Path, capsy
     # once more, from a plan that has the factor already
     assert main(["calibrate", "--out", "mine.yaml", "--from-step", "out", "--measured", str(measured / 2)]) == 0
     assert plan("cluster.yaml").step_time_s == pytest.approx(measured / 2, rel=0.01)
+
+
+def test_a_measured_step_of_sharded_parameters(folder: Path) -> None:
+    """Copies and hooks of fully_shard are compute, and grow with it."""
+    before = plan("cpu:2", "dp=2,zero=2,microbatches=2")
+    assert (
+        main(["calibrate", "--out", "mine.yaml", "--from-step", "out", "--measured", str(4 * before.step_time_s)]) == 0
+    )
+    assert plan("cluster.yaml", "dp=2,zero=2,microbatches=2").step_time_s == pytest.approx(
+        4 * before.step_time_s, rel=0.02
+    )
 
 
 def test_a_step_measured_by_the_program_itself_is_taken(folder: Path) -> None:

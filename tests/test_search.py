@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from costmodels.cluster import Cluster
 from costmodels.errors import BadInput, NoPlanFits
+from costmodels.groups import Collective
+from costmodels.profile import Profile, Sweep
 from passes.choices import check_fix, degrees, divisors, groups, pairs, pipeline_refusal
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
@@ -295,9 +297,28 @@ def test_the_optimum_is_the_best_of_everything(cluster, hidden):
     assert answer.enumerated == len(table)
 
 
-@pytest.mark.parametrize("cluster", ["4xh100", "2x2xh100"])
+# noise that has neither economies of scale nor order
+JUMPS = tuple(
+    Sweep(kind, 2, 1, siblings, tuple(4**n * 1024 for n in range(6)), (1e-4, 9e-5, 3e-3, 1e-3, 2e-2, 2e-3))
+    for kind in Collective
+    for siblings in (1, 2)
+)
+JUMPY = Profile("h100-sxm-80", "", "", "", "", 4, collectives=JUMPS)
+
+
+def test_the_optimum_is_the_best_of_everything_by_a_noisy_profile():
+    made = asked(pp=1)
+    made = replace(made, cluster=made.cluster.with_profile(JUMPY))
+    answer = search(made).run()
+    assert answer.proved
+    assert answer.best.seconds.total == pytest.approx(min(s for s, ok in everything(made).values() if ok), rel=1e-3)
+
+
+@pytest.mark.parametrize("cluster", ["4xh100", "2x2xh100", "noisy"])
 def test_no_pair_beats_its_bound_nor_what_larger_microbatches_say_of_it(cluster):
-    made = asked(cluster, pp=1)
+    made = asked("4xh100" if cluster == "noisy" else cluster, pp=1)
+    if cluster == "noisy":
+        made = replace(made, cluster=made.cluster.with_profile(JUMPY))
     searching = search(made)
     fastest: dict[Pair, float] = {}
     for (tp, dp, microbatch, _, _), (seconds, _) in everything(made).items():
