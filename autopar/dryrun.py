@@ -220,10 +220,11 @@ def _fake_world(rank: int, size: int, gloo: bool) -> Iterator[dict[str, str]]:
                 axes.update((made.get_group(name).group_name, name) for name in made.mesh_dim_names or ())
             return made
 
-    def really_along(name: str, places: Sequence[int]) -> dist.ProcessGroup:
+    def really_along(name: str, places: Sequence[int]) -> dist.ProcessGroup | None:
         with unset_fake_temporarily():
             made = along(name, places)
-            axes[made.group_name] = name
+            if made is not None:
+                axes[made.group_name] = name
             return made
 
     def agreed(schedule: Any, stages: Iterable[Any], *_: Any, **__: Any) -> None:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -37,12 +37,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh, its axes by name, and the device of this process."""
+    """The mesh, its axes by name, the device of this process, and what `along` gave before."""
 
     device_mesh: DeviceMesh
     axes: Mapping[str, Axis]
     device: torch.device
     world: dist.ProcessGroup
+    parts: dict[tuple[str | int, ...], dist.ProcessGroup | None] = field(default_factory=dict, compare=False)
 
 
 _current: Mesh | None = None
@@ -129,14 +130,21 @@ def shard_mesh(group: int) -> DeviceMesh:
     return split["dp_replicate", "dp_shard"]
 
 
-def along(name: str, places: Sequence[int]) -> dist.ProcessGroup:
-    """The group of those ranks of an axis that are at `places`. Only they call it, together."""
+def along(name: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group of those ranks of an axis that are at `places`, None for others. All ranks call it together.
+
+    torch names a group that only its members make by how many groups each of them has, which differs between ranks once
+    a process has had programs on several meshes: they would wait for each other for ever (torch 2.13).
+    """
     mesh = current()
     dim = list(mesh.axes).index(name)
-    at = list(mesh.device_mesh.get_coordinate() or ())
-    ranks = [int(mesh.device_mesh.mesh[(*at[:dim], place, *at[dim + 1 :])]) for place in places]
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+    if len(places) == mesh.axes[name].size:
+        return mesh.axes[name].group
+    if (name, *places) not in mesh.parts:
+        lines = mesh.device_mesh.mesh.movedim(dim, -1)[..., list(places)].reshape(-1, len(places))
+        own, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+        mesh.parts[name, *places] = own
+    return mesh.parts[name, *places]
 
 
 def check_world_size(mesh: Mapping[str, int]) -> None:

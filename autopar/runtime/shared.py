@@ -20,14 +20,17 @@ class Shared:
 
     def __init__(self, program: Program, rank: int, parameters: Mapping[str, nn.Parameter]) -> None:
         self.elsewhere: set[str] = set()  # counted by an earlier rank
-        found: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        found: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, stages in program.shared.items():
             ranks = tuple(sorted({program.rank_of(stage) for stage in stages}))
-            if rank in ranks and len(ranks) > 1:
-                found[ranks].append(parameters[name])
-                if rank != ranks[0]:
+            if len(ranks) > 1:
+                found[ranks].append(name)
+                if rank in ranks[1:]:
                     self.elsewhere.add(name)
-        self.groups = [(mesh.along("pp", ranks), held) for ranks, held in found.items()]
+        groups = {ranks: mesh.along("pp", ranks) for ranks in found}  # made by all ranks
+        self.groups = [
+            (group, [parameters[name] for name in found[ranks]]) for ranks, group in groups.items() if group is not None
+        ]
 
     def sum_gradients(self) -> None:
         """Sum the gradients of every copy, in place: of this rank's part, which is the same part on each rank."""
