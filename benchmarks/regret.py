@@ -2,7 +2,7 @@
 
     python benchmarks/regret.py                    two models on 2 and on 4 gloo processes
     python benchmarks/regret.py --ranks 2          on 2 alone
-    python benchmarks/regret.py --slow-link 200    2 nodes of 2 processes: namespaces joined by 200 Mb/s (needs root)
+    python benchmarks/regret.py --slow-link 200    2 nodes: network namespaces joined by 200 Mb/s (needs root)
     python benchmarks/regret.py --quick            fewer plans: ZeRO 0 and 3, one number of microbatches
     python benchmarks/regret.py --json FILE        also every plan with its seconds
 
@@ -66,6 +66,10 @@ HOSTS = ("10.77.0.1", "10.77.0.2")
 DEVICE = "autopar0"  # of each namespace
 
 
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 # -- where ranks run --------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +117,7 @@ class Machine:
 
 @contextlib.contextmanager
 def two_nodes(megabits_per_s: int) -> Iterator[Machine]:
-    """Two network namespaces joined by a slow link, two processes in each; both are removed afterwards."""
+    """Two network namespaces joined by a slow link, with half of the cores each; both are removed afterwards."""
     names = [f"autopar-{os.getpid()}-{node}" for node in (0, 1)]
 
     def do(command: str) -> None:
@@ -128,9 +132,9 @@ def two_nodes(megabits_per_s: int) -> Iterator[Machine]:
             do(f"ip -n {name} link set lo up")
             do(f"ip -n {name} link set {DEVICE} up")
             do(f"tc -n {name} qdisc add dev {DEVICE} root tbf rate {megabits_per_s}mbit burst 64kb latency 100ms")
-        cluster = Cluster.of(
-            Cluster.preset("cpu:2").device, nodes=2, devices_per_node=2, name=f"2 nodes, {megabits_per_s} Mb/s between"
-        )
+        each = max(1, cores() // 2)
+        name = f"2 nodes of {each}, {megabits_per_s} Mb/s between"
+        cluster = Cluster.of(Cluster.preset("cpu:1").device, nodes=2, devices_per_node=each, name=name)
         yield Machine(cluster, tuple(("ip", "netns", "exec", name) for name in names), HOSTS[0], DEVICE)
     finally:
         for name in names:
@@ -259,8 +263,10 @@ def compare(machine: Machine, models: Sequence[str], rounds: int, quick: bool) -
             f"({TARGET_SPEARMAN}; of one stage {whole:.2f}), regret {100 * regret:.1f} % ({100 * TARGET_REGRET:.0f})"
             f"{'' if met else '   MISS'}"
         )
-        if machine.cluster.devices > (cores := len(os.sched_getaffinity(0))):
-            print(f"{machine.cluster.devices} processes share {cores} cores: one that waits gives its core to another")
+        if machine.cluster.devices > cores():
+            print(
+                f"{machine.cluster.devices} processes share {cores()} cores: one that waits gives its core to another"
+            )
         print(f"{'measured ms':>12}{'predicted':>11}  plan")
         for one in timed:
             ms = f"{1e3 * statistics.median(one.measured_s):12.1f}{1e3 * one.predicted_s:11.1f}"
