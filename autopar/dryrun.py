@@ -28,6 +28,7 @@ from autopar.job import load_program
 from autopar.report import PROGRAM, bytes_for_people, entry, read_plan
 from autopar.runtime import mesh
 from autopar.runtime.engine import Replicated
+from autopar.runtime.gradients import BUCKET_BYTES
 from autopar.runtime.trainer import Trainer
 from autopar.runtime.weights import local
 from costmodels.errors import BadInput
@@ -58,11 +59,14 @@ class Traffic:
     axis: str
     count: int
     full_bytes: int  # of all of them together
-    in_buckets: bool = False  # DistributedDataParallel's, of a size of its own, where plans sum by layer
+    in_buckets: bool = False  # gradients, whose buckets a plan does not count
 
     def is_as(self, planned: Traffic | None) -> bool:
         """Plans are for the fullest rank: where shards are uneven, others have a row less."""
-        if planned is None or (self.count != planned.count and not self.in_buckets):
+        if planned is None:
+            return False
+        in_more = planned.in_buckets and self.count > planned.count
+        if self.count != planned.count and not self.in_buckets and not in_more:
             return False
         return (1 - UNEVEN) * planned.full_bytes <= self.full_bytes <= planned.full_bytes
 
@@ -170,12 +174,15 @@ def dryrun(folder: Path, rank: int = 0, progress: Callable[[str], None] = lambda
 def _predicted(plan: Plan, stage: int) -> tuple[Traffic, ...]:
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
+    in_buckets: set[tuple[str, str]] = set()
     for use in plan.collectives:
         if use.stage != stage:
             continue
         counts[use.name, use.axis] += use.count
         sizes[use.name, use.axis] += use.count * use.full_bytes
-    return tuple(Traffic(name, axis, counts[name, axis], size) for (name, axis), size in sorted(sizes.items()))
+        if use.tensor.endswith("gradients") and use.full_bytes > BUCKET_BYTES:  # summed in several parts
+            in_buckets.add((use.name, use.axis))
+    return tuple(Traffic(*key, counts[key], size, key in in_buckets) for key, size in sorted(sizes.items()))
 
 
 # -- the fake world ---------------------------------------------------------------------------------------------------
