@@ -12,7 +12,6 @@ All ranks measure the same at the same time, as they do in training, and the slo
 from __future__ import annotations
 
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -207,8 +206,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
     Raises BadInput where the processes are not as many as the cluster's devices.
     """
     kind = cluster.device.kind
-    started = int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size()
-    if started != cluster.devices:
+    if (started := mesh.world_size()) != cluster.devices:
         were = "process was" if started == 1 else "processes were"
         raise BadInput(
             f"{cluster.name} has {cluster.devices} devices, {started} {were} started: "
@@ -216,11 +214,9 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         )
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"no GPU is here; the cluster has {cluster.device.name}")
-    own = torch.device("cpu")
+    own = mesh.own_device(kind)
     context, groups_bytes = 0, (0, 0)
     if kind == "cuda":
-        own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(own)
         torch.zeros(1, device=own)
         context = taken_outside()
     if cluster.devices > 1:
@@ -258,11 +254,9 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
 
 
 def _warm_up(clock: Clock) -> None:
-    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=clock.device)
-    until = time.monotonic() + WARM_UP_S
+    until, compute = time.monotonic() + WARM_UP_S, products(clock, BETWEEN_S)
     while time.monotonic() < until:
-        for _ in range(20):
-            x @ x
+        compute()
         clock.synchronize()
 
 

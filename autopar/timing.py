@@ -170,27 +170,35 @@ class Sample:
 
 def samples(kind: OperatorClass, dtype: str, device: Device, clock: Clock) -> list[Sample]:
     """Every case that is small enough for the device, its forward alone and with its backward."""
-    found = []
+    found: list[Sample] = []
     for case in cases(kind):
-        (forward, backward), moved = case.flop, case.moved(DTYPES[dtype])
-        took = operator_seconds(kind, forward + backward, sum(moved), dtype, device)
+        moved = case.moved(DTYPES[dtype])
+        took = operator_seconds(kind, sum(case.flop), sum(moved), dtype, device)
         if took > LONG_S or sum(moved) > MEMORY_SHARE * device.memory_bytes:
             continue
-        operands = case.operands(DTYPES[dtype], clock.device)
-        upstream = torch.ones_like(case.function(*operands))
-
-        def both(case: Case = case, operands: Sequence[Tensor] = operands, upstream: Tensor = upstream) -> None:
-            case.function(*operands).backward(upstream)
-            for one in operands:
-                one.grad = None
-
-        with torch.no_grad():
-            alone = clock.seconds(lambda case=case, operands=operands: case.function(*operands))  # type: ignore[misc]
-        tail = device.sms / case.tiles if case.tiles is not None else 0.0
-        found.append(Sample(1, forward, forward * tail, moved[0], alone))
-        total = forward + backward
-        found.append(Sample(2, total, total * tail, sum(moved), clock.seconds(both)))
+        found += timed(case, moved, case.operands(DTYPES[dtype], clock.device), device.sms, clock)
     return found
+
+
+def timed(
+    case: Case, moved: tuple[float, float], operands: Sequence[Tensor], sms: int, clock: Clock
+) -> tuple[Sample, Sample]:
+    """The forward of a case alone, and with its backward."""
+    upstream = torch.ones_like(case.function(*operands))
+
+    def both() -> None:
+        case.function(*operands).backward(upstream)
+        for one in operands:
+            one.grad = None
+
+    with torch.no_grad():
+        alone = clock.seconds(lambda: case.function(*operands))
+    forward, total = case.flop[0], sum(case.flop)
+    tail = sms / case.tiles if case.tiles is not None else 0.0
+    return (
+        Sample(1, forward, forward * tail, moved[0], alone),
+        Sample(2, total, total * tail, sum(moved), clock.seconds(both)),
+    )
 
 
 def fitted(found: Sequence[Sample]) -> tuple[float, ...]:

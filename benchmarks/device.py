@@ -56,7 +56,10 @@ class Model:
     length: int
 
 
-NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+LARGE = {
+    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+    "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
+}  # fmt: skip
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 MODELS: Mapping[str, Model] = {
     "gpt2": Model(
@@ -84,9 +87,7 @@ MODELS: Mapping[str, Model] = {
         1, 4096,
     ),
     "bert": Model(
-        "Bert", "ForMaskedLM",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-        | NO_DROPOUT,
+        "Bert", "ForMaskedLM", LARGE,
         SMALL | {"vocab_size": 512},
         16, 512,
     ),
@@ -100,9 +101,7 @@ MODELS: Mapping[str, Model] = {
         8, 512,
     ),
     "vit": Model(
-        "ViT", "ForImageClassification",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-        | NO_DROPOUT,
+        "ViT", "ForImageClassification", LARGE,
         SMALL | {"image_size": 32},
         32, 224,
     ),
@@ -214,10 +213,8 @@ def report(folder: Path) -> None:
                 memory = f"{peak / 2**30:9.2f}{planned / 2**30:8.2f}{100 * errors['memory'][-1]:+8.1f}%"
             for kind, error in of_time.items():
                 errors[kind].append(error)
-            times = "".join(
-                f"{100 * error:+{width}.1f}%" for error, width in zip(of_time.values(), (8, 11), strict=True)
-            )
-            print(f"{name:8}{recompute:10}{memory}{1e3 * step:10.1f}{times}")
+            before, after = (100 * error for error in of_time.values())
+            print(f"{name:8}{recompute:10}{memory}{1e3 * step:10.1f}{before:+8.1f}%{after:+11.1f}%")
     targets = {"memory": TARGET_MEMORY, "priors": TARGET_PRIOR, "calibrated": TARGET_CALIBRATED}
     for kind, found in errors.items():
         if found:

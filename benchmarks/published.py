@@ -34,7 +34,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate, combinations
 from pathlib import Path
@@ -45,7 +45,7 @@ import yaml
 from decoder import Decoder, Shape, deepened, next_token, of_rows
 
 from costmodels.cluster import EXPECTED_COMMUNICATORS, Cluster
-from costmodels.devices import GIB, LAUNCH_S, Coefficients, Efficiencies, device_named
+from costmodels.devices import GIB, LAUNCH_S, Coefficients, device_named
 from costmodels.errors import AutoparError
 from costmodels.groups import Collective
 from costmodels.memory import FP32_BYTES, outside_allocator_bytes
@@ -504,10 +504,7 @@ class Scalars:
                 one.peak_fraction * self.speed, one.bandwidth_fraction * self.speed, one.fixed_s * self.fixed
             )
 
-        table = cluster.device.efficiency
-        given = {f.name: getattr(table, f.name) for f in fields(Efficiencies)}
-        changed = {name: scaled(one) for name, one in given.items() if isinstance(one, Coefficients)}
-        device = replace(cluster.device, efficiency=replace(table, **changed))
+        device = replace(cluster.device, efficiency=cluster.device.efficiency.changed(scaled))
         inter_node = replace(cluster.inter_node, bytes_per_s=cluster.inter_node.bytes_per_s * self.network)
         return replace(cluster, device=device, inter_node=inter_node)
 

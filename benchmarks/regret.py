@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -144,12 +144,9 @@ def two_nodes(megabits_per_s: int) -> Iterator[Machine]:
 # -- what ranks do ----------------------------------------------------------------------------------------------------
 
 
-def measured_profile(cluster: Cluster) -> Any:
-    return calibrate(cluster)
-
-
 def race(model: str, programs: Mapping[str, tuple[str, Mapping[str, Tensor]]], rounds: int) -> dict[str, list[float]]:
     """Seconds of a step of every program, round by round; the slowest rank's."""
+    dist.init_process_group("gloo")
     whole, original = batch(), fresh(model)
     trainers: dict[str, Trainer] = {}
     for name, (program, buffers) in programs.items():
@@ -169,14 +166,12 @@ def race(model: str, programs: Mapping[str, tuple[str, Mapping[str, Tensor]]], r
     return seconds
 
 
-WORK = {function.__name__: function for function in (measured_profile, race)}
+WORK = {function.__name__: function for function in (calibrate, race)}
 
 
 def work(job: Path, answer: Path) -> None:
     """One rank of Machine.run."""
     name, args = pickle.loads(job.read_bytes())
-    if name == "race":
-        dist.init_process_group("gloo")
     value = WORK[name](*args)
     if os.environ["RANK"] == "0":
         answer.write_bytes(pickle.dumps(value))
@@ -195,6 +190,10 @@ class Timed:
     predicted_s: float
     measured_s: tuple[float, ...]
 
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.measured_s)
+
 
 def pins(devices: int, quick: bool) -> Iterator[dict[str, int | str]]:
     """Every mesh over all devices with every ZeRO stage, schedule and number of microbatches, or some of them."""
@@ -211,7 +210,7 @@ def pins(devices: int, quick: bool) -> Iterator[dict[str, int | str]]:
 
 
 def plans(
-    machine: Machine, model: str, quick: bool = False
+    machine: Machine, model: str, quick: bool
 ) -> tuple[dict[str, float], dict[str, tuple[str, Mapping[str, Tensor]]], str]:
     """Seconds and program of every plan that fits, and which of them the planner chooses."""
     predicted: dict[str, float] = {}
@@ -237,26 +236,25 @@ def row(machine: Machine, model: str, rounds: int, quick: bool) -> tuple[list[Ti
     predicted, programs, chosen = plans(machine, model, quick)
     measured = machine.run(race, model, programs, rounds)
     timed = [Timed(name, name == chosen, predicted[name], tuple(measured[name])) for name in programs]
-    medians = {one.fix: statistics.median(one.measured_s) for one in timed}
-    best = min(timed, key=lambda one: medians[one.fix])
+    best = min(timed, key=lambda one: one.median_s)
     own = next(one for one in timed if one.chosen)
     regret = statistics.median(a / b for a, b in zip(own.measured_s, best.measured_s, strict=True)) - 1
     return timed, ranking(timed), regret
 
 
 def ranking(timed: Sequence[Timed]) -> float:
-    return spearman([one.predicted_s for one in timed], [statistics.median(one.measured_s) for one in timed])
+    return spearman([one.predicted_s for one in timed], [one.median_s for one in timed])
 
 
 def compare(machine: Machine, models: Sequence[str], rounds: int, quick: bool) -> list[dict[str, Any]]:
     """Calibrate, and print a table for every model."""
-    profile = machine.run(measured_profile, machine.cluster)
-    machine = Machine(machine.cluster.with_profile(profile), machine.inside, machine.host, machine.interface)
+    profile = machine.run(calibrate, machine.cluster)
+    machine = replace(machine, cluster=machine.cluster.with_profile(profile))
     said = []
     for model in models:
         timed, correlation, regret = row(machine, model, rounds, quick)
         whole = ranking([one for one in timed if "pp=" not in one.fix])
-        timed.sort(key=lambda one: statistics.median(one.measured_s))
+        timed.sort(key=lambda one: one.median_s)
         met = correlation >= TARGET_SPEARMAN and regret <= TARGET_REGRET
         print(
             f"\n{model} on {machine.cluster.name}: {len(timed)} plans, Spearman {correlation:.2f} "
@@ -269,7 +267,7 @@ def compare(machine: Machine, models: Sequence[str], rounds: int, quick: bool) -
             )
         print(f"{'measured ms':>12}{'predicted':>11}  plan")
         for one in timed:
-            ms = f"{1e3 * statistics.median(one.measured_s):12.1f}{1e3 * one.predicted_s:11.1f}"
+            ms = f"{1e3 * one.median_s:12.1f}{1e3 * one.predicted_s:11.1f}"
             print(f"{ms}  {one.fix}{'   <- chosen' if one.chosen else ''}", flush=True)
         said.append(
             {"model": model, "cluster": machine.cluster.name, "spearman": correlation, "regret": regret}

@@ -13,7 +13,7 @@ Data sheets print duplex links and sparse FLOP/s; everything here is one directi
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -84,9 +84,12 @@ class Efficiencies:
 
     def slower(self, factor: float) -> "Efficiencies":
         """Every operator takes so many times as long."""
-        every = vars(self).items()
-        slower: dict[str, Any] = {n: one.slower(factor) for n, one in every if isinstance(one, Coefficients)}
-        return replace(self, **slower)
+        return self.changed(lambda one: one.slower(factor))
+
+    def changed(self, change: Callable[[Coefficients], Coefficients]) -> "Efficiencies":
+        """With other coefficients of every class."""
+        every: dict[str, Any] = {n: change(one) for n, one in vars(self).items() if isinstance(one, Coefficients)}
+        return replace(self, **every)
 
 
 @dataclass(frozen=True)

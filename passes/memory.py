@@ -306,9 +306,9 @@ class _Passes:
 
     def __init__(self, problem: Problem, variant: Variant, stage: int, rehearsal: Rehearsal) -> None:
         self.rehearsal, self.root, order = rehearsal, rehearsal.root, rehearsal.root.calls
-        self.engine = partial(engine_of, problem, variant, rehearsal)
         every = [unit(block.parameters, variant.shards) for block in rehearsal.blocks]
         self.units, self.outer = [every[b] for b in order], unit(self.root.parameters, variant.shards)
+        self.engine = partial(engine_of, problem, variant, (*self.units, self.outer))
         done = [0] * len(every)
         self.layers: list[BlockMemory] = []
         for b in order:
@@ -468,7 +468,7 @@ def padded(shape: tuple[int, ...], shards: int) -> int:
 def engine_of(
     problem: Problem,
     variant: Variant,
-    rehearsal: Rehearsal,
+    units: Sequence[Unit],
     *,
     first: bool,
     last: bool,
@@ -476,9 +476,8 @@ def engine_of(
 ) -> Engine:
     """The engine that the runtime takes (autopar/runtime/engine.py), at the start of a microbatch."""
     shards = variant.shards
-    units = [unit(rehearsal.blocks[b].parameters, shards) for b in rehearsal.root.calls]
     return Engine(
-        [*units, unit(rehearsal.root.parameters, shards)],
+        units,
         kind_of(problem, variant),
         stage=variant.zero if shards > 1 else 1,
         ranks=shards,

@@ -341,7 +341,7 @@ class Programme:
         if self.axis.ranks == 1 and terms.budget_bytes is None:
             return self.alone(terms)
         found = self.solve_once(terms, seconds_limit)
-        while found is not None and (waiting := self.waiting(found.chosen) - self.hosted):
+        while found is not None and (waiting := self.waits(found.chosen).keys() - self.hosted):
             self.hosted |= waiting
             found = self.solve_once(terms, seconds_limit)
         return found
@@ -410,11 +410,7 @@ class Programme:
         """One rank: there is nothing to decide."""
         chosen = {key: node.options[0] for key, node in self.nodes.items()}
         seconds = sum(node.weight * self.node_seconds(node, chosen[key], terms) for key, node in self.nodes.items())
-        for index in self.hosted:
-            ops = [node for node in self.nodes.values() if node.key[:2] == ("op", index)]
-            busy = sum((op_seconds(o.site, o.rule, chosen[o.key], self.axis) for o in ops), Seconds())
-            started = sum((op_launches(o.site, o.rule, chosen[o.key]) for o in ops), Seconds())
-            seconds += len(self.program.blocks[index].paths) * busy.waiting(started.times(self.launch_s)).total
+        seconds += sum(len(self.program.blocks[region].paths) * s for region, s in self.waits(chosen).items())
         return Sharding(self.axis, chosen, seconds, seconds, True)
 
     def held_bytes(self, chosen: Mapping[Key, Strategy], terms: Terms) -> float:
@@ -477,8 +473,8 @@ class Programme:
                 found.add(index)
         return found
 
-    def waiting(self, chosen: Mapping[Key, Strategy]) -> set[Region]:
-        """Layers whose kernels are shorter than their launches, under a decision."""
+    def waits(self, chosen: Mapping[Key, Strategy]) -> dict[Region, float]:
+        """Layers whose kernels are shorter than their launches under a decision, and the seconds that each waits."""
         busy: dict[Region, Seconds] = defaultdict(Seconds)
         started: dict[Region, Seconds] = defaultdict(Seconds)
         for node in self.nodes.values():
@@ -492,7 +488,9 @@ class Programme:
                 moved = reshard_seconds(tensor.value, source, target, self.axis)
                 busy[tensor.region] += moved
                 started[tensor.region] += moved.launches
-        return {r for r in started if r != ROOT and busy[r].waiting(started[r].times(self.launch_s)).total > 0}
+        layers = range(len(self.program.blocks))
+        waits = {region: busy[region].waiting(started[region].times(self.launch_s)).total for region in layers}
+        return {region: seconds for region, seconds in waits.items() if seconds > 0}
 
     def is_hosted(self, node: Node) -> bool:
         return node.key[0] == "op" and node.key[1] in self.hosted

@@ -59,9 +59,7 @@ def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> M
     global _current, _made
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     check_world_size(mesh)
-    own = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(own)
+    own = own_device(kind)
     if not dist.is_initialized():
         init_process_group(own)
     _made = [one for one in _made if _is_alive(one)]
@@ -147,9 +145,23 @@ def along(name: str, places: Sequence[int]) -> dist.ProcessGroup | None:
     return mesh.parts[name, *places]
 
 
+def own_device(kind: str) -> torch.device:
+    """The device of this process: of the GPUs that of its local rank, the current one from now on."""
+    if kind != "cuda":
+        return torch.device(kind)
+    own = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(own)
+    return own
+
+
+def world_size() -> int:
+    """How many processes were started."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
 def check_world_size(mesh: Mapping[str, int]) -> None:
     """Raise ValueError where the processes are not as many as the mesh has places."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    world = world_size()
     places = math.prod(mesh.values())
     if world != places:
         shape = ", ".join(f"{name} {size}" for name, size in mesh.items())
