@@ -3,9 +3,11 @@
     python benchmarks/memory.py                            every model under every plan
     python benchmarks/memory.py gpt2 llama --plans dp=2    some
 
-A step is measured on every rank, the second one, since the optimizer has its states then: bytes of live tensors of
-any kind, each storage once and at its present size (fully_shard empties storages without releasing them). Predicted is
-the fullest rank. `saved` is what autograd keeps for the backward pass, parameters and the batch excluded.
+Steps are measured on every rank, from the second one on, since the optimizer has its states then: bytes of live
+tensors of any kind, each storage once and at its present size (fully_shard empties storages without releasing them).
+The smallest peak of some steps counts: gloo's own thread lets go of what it reduced now and then an operator or two
+late. Predicted is the fullest rank. `saved` is what autograd keeps for the backward pass, parameters and the batch
+excluded.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from passes.plan import StageMemory
 from passes.state import State, Task, made, run
 
 ROWS, SEQ, WIDTH, LAYERS, HEADS = 12, 64, 128, 3, 8
+STEPS = 6  # measured ones: about one in six has a peak that gloo's thread made higher
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -113,14 +116,13 @@ class SavedBytes:
 
 
 def measure(program: str, buffers: Mapping[str, Tensor], shares: list[list[Tensor]]) -> Measured:
-    """One rank: the second step of a program, on this data-parallel rank's rows."""
+    """One rank: steps of a program after its first, on this data-parallel rank's rows."""
     with LiveBytes() as tracker:
         trainer = Trainer(load_program(program), device="cpu")
         batch = [one.clone() for one in shares[trainer.dp_rank]]
         trainer.init_parameters(0)
         trainer.load_buffers(buffers)
         trainer.step(batch, sharded=True)
-        tracker.peak = 0
 
         def beside() -> set[int]:
             found = [*trainer.model.parameters(), *batch]
@@ -130,10 +132,13 @@ def measure(program: str, buffers: Mapping[str, Tensor], shares: list[list[Tenso
                         found += [t for p in group.fsdp_params for t in p.all_gather_outputs]
             return {t.untyped_storage()._cdata for t in found}
 
-        saved = SavedBytes(beside)
+        saved, peaks = SavedBytes(beside), []
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            trainer.step(batch, sharded=True)
-    return Measured(tracker.peak, saved.peak)
+            for _ in range(STEPS):
+                tracker.peak = 0
+                trainer.step(batch, sharded=True)
+                peaks.append(tracker.peak)
+    return Measured(min(peaks), saved.peak)
 
 
 # -- what is predicted ------------------------------------------------------------------------------------------------
