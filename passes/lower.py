@@ -69,7 +69,7 @@ class LocalRegion:
     parameters: tuple[tuple[Parameter, Placement], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
     """The whole program of one rank, for one microbatch."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from costmodels.memory import FP32_BYTES, Engine, Kind, StaticBytes, Unit
 from costmodels.schedules import Action, Post, Transfer, Work
@@ -24,7 +25,16 @@ from passes.placements import local_shape
 from passes.rehearse import BlockMemory, Held, Rehearsal, RootSplit, Stretch
 from passes.schedules import SCHEDULES
 from passes.stages import shared
-from passes.step import OPTIMIZER_COSTS, Problem, StageLoad, Variant, kind_of, loads, timetable
+from passes.step import (
+    OPTIMIZER_COSTS,
+    Problem,
+    StageLoad,
+    Variant,
+    kind_of,
+    loads,
+    timetable,
+    until_it_recurs,
+)
 
 BUCKET_BYTES = 64 * 2**20  # of partial gradients, copied together to be summed over tp
 
@@ -53,7 +63,8 @@ def step_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsa
 def rank_bytes(problem: Problem, variant: Variant, rehearsals: Sequence[Rehearsal]) -> tuple[StepBytes, ...]:
     """Memory of each pp rank."""
     every = loads(problem, variant)
-    return tuple(_bytes_of_rank(problem, variant, rank, rehearsals, every) for rank in range(len(variant.by_rank)))
+    once = [_once(variant, k, one) for k, one in enumerate(rehearsals)]
+    return tuple(_bytes_of_rank(problem, variant, rank, once, every) for rank in range(len(variant.by_rank)))
 
 
 def _bytes_of_rank(
@@ -62,7 +73,6 @@ def _bytes_of_rank(
     """Of whichever of its stages works at the fullest moment, beside what the others hold."""
     m = variant.settled.pair.microbatches(problem.global_batch)
     own = variant.by_rank[rank]
-    rehearsals = [_once(variant, k, one) for k, one in enumerate(rehearsals)]
     passes = {k: _Passes(problem, variant, k, rehearsals[k]) for k in own}
     if variant.staging is None:
         # microbatches between the first and the last are alike, or hold less
@@ -112,8 +122,7 @@ def _sum(parts: Iterable[StaticBytes]) -> StaticBytes:
 # -- a pipeline -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Progress:
+class _Progress(NamedTuple):
     """How far a stage is in a step, as far as its engine holds more or less for it."""
 
     gathered: bool  # a forward has run
@@ -149,8 +158,10 @@ class _Rank:
         gloo: bool,
     ) -> None:
         self.gloo = gloo
-        self.schedule, self.table = SCHEDULES[variant.schedule], timetable(variant, microbatches)
-        self.microbatches, self.passes = microbatches, passes
+        self.schedule = SCHEDULES[variant.schedule]
+        # but for what gpipe hoards, a rank holds most before its rounds recur, or in the end
+        self.microbatches = microbatches if self.schedule.hoards else until_it_recurs(variant, microbatches)
+        self.table, self.passes = timetable(variant, self.microbatches), passes
         roots = [one.root for one in rehearsals]
         self.received = [0 if k - 1 in passes else root.received_bytes for k, root in enumerate(roots)]
         splits = [root.split for root in roots]

@@ -325,7 +325,8 @@ class Search:
         first = self.first_cutters.get((pair.tp, pair.microbatch))
         if first is None:
             settled = self.settled(pair, self.terms(pair, item.zero, item.group))
-            self.first_cutters[pair.tp, pair.microbatch] = self.cutter(settled)
+            if self.uncut_floor(item) <= bound:  # else what was solved says enough
+                self.first_cutters[pair.tp, pair.microbatch] = self.cutter(settled)
             if (floor := self.uncut_floor(item)) > bound:
                 self.push(floor, item)
                 return
@@ -334,7 +335,7 @@ class Search:
         self.visited += 1
         if not self.cutter(settled).tries_all(item.count):
             self.ruled_s = min(self.ruled_s, bound)
-        if not self.queue_cuts(item, settled, played=False) and pair.tp > 1:
+        if not self.queue_cuts(item, settled, own=False) and pair.tp > 1:
             self.shard_finer(item, settled, bound)
 
     def shard_finer(self, item: Uncut, settled: Settled, bound: float) -> None:
@@ -342,7 +343,7 @@ class Search:
         pair = item.pair
         self.ruled_s = min(self.ruled_s, bound)
         for known in self.finer[pair.tp, pair.microbatch]:
-            if self.queue_cuts(item, replace(known, pair=pair), played=True):
+            if self.queue_cuts(item, replace(known, pair=pair)):
                 return
         self.sharded_finer[pair.tp, pair.microbatch] += 1
         if self.sharded_finer[pair.tp, pair.microbatch] > PIPELINES_SHARDED_FINER:
@@ -375,7 +376,7 @@ class Search:
         variant = item.cut_at(settled, cuts)
         return variant if self.problem.fix.get("recompute") == "none" else full_recompute(variant)
 
-    def queue_cuts(self, item: Uncut, settled: Settled, *, played: bool) -> bool:
+    def queue_cuts(self, item: Uncut, settled: Settled, *, own: bool = True, played: bool = False) -> bool:
         """Queue a pipeline with the stages that may be best for it, if there are any."""
         full = self.problem.fix.get("recompute") == "full"
         cutter = self.cutter(settled)
@@ -397,7 +398,7 @@ class Search:
                 more = step_seconds(self.problem, again, play=False).total - seconds.total
             if played:
                 seconds = step_seconds(self.problem, variant)
-            self.push_unfitted(Candidate(variant, seconds, None, "", played, played, more, item.room_bytes))
+            self.push_unfitted(Candidate(variant, seconds, None, "", played, own, more, item.room_bytes))
             found = True
         return found
 
@@ -670,7 +671,7 @@ class Search:
                 trial = replace(trial, settled=settled)
             else:
                 self.finer[pair.tp, pair.microbatch].append(settled)
-                staged = None if self.queue_cuts(uncut, settled, played=True) else self.staged(uncut, settled)
+                staged = None if self.queue_cuts(uncut, settled) else self.staged(uncut, settled)
                 if staged is None:
                     return
                 trial = staged

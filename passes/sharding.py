@@ -26,9 +26,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import product
 from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
@@ -179,6 +181,45 @@ class Tensor:
         if self.producer.key[0] == "parameter":
             return False
         return any(c.key[0] == "op" and i in saved_operands(c.site) for c, i in self.consumers)
+
+
+Route: TypeAlias = tuple[int, Placement, Placement]  # of a tensor by its number, from and to
+Added: TypeAlias = "mathopt.Variable | mathopt.LinearConstraint"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The variables of a programme, and the constraints that hold whatever the terms."""
+
+    model: mathopt.Model
+    x: dict[tuple[Key, int], mathopt.Variable]  # whether a node takes that option
+    z: dict[Route, mathopt.Variable]  # whether a tensor goes that way
+
+    def total(
+        self,
+        plus: Iterable[mathopt.Variable],
+        minus: Iterable[mathopt.Variable],
+        lower: float,
+        upper: float = math.inf,
+    ) -> None:
+        """lower <= sum(plus) - sum(minus) <= upper. Set directly: half the time of an expression taken apart."""
+        constraint = self.model.add_linear_constraint(lb=lower, ub=upper)
+        for coefficient, variables in ((1.0, plus), (-1.0, minus)):
+            for variable in variables:
+                constraint.set_coefficient(variable, coefficient)
+
+    @contextmanager
+    def beside(self) -> Iterator[list[Added]]:
+        """Takes out of the model what is put into this list, in its order."""
+        added: list[Added] = []
+        try:
+            yield added
+        finally:
+            for one in added:
+                if isinstance(one, mathopt.Variable):
+                    self.model.delete_variable(one)
+                else:
+                    self.model.delete_linear_constraint(one)
 
 
 class Programme:
@@ -348,35 +389,61 @@ class Programme:
 
     def solve_once(self, terms: Terms, seconds_limit: float) -> Sharding | None:
         """The best where only the layers in `hosted` may wait for the host."""
-        model = mathopt.Model(name="sharding")
-        x: dict[tuple[Key, int], mathopt.Variable] = {}
-        z: dict[tuple[int, Placement, Placement], mathopt.Variable] = {}
-        for node in self.nodes.values():
-            for s in range(len(node.options)):
-                x[node.key, s] = model.add_binary_variable()
-        for t, tensor in enumerate(self.tensors):
-            for source in self.given(tensor):
-                for target in self.asked(tensor):
-                    if self.may_reshard(tensor, source, target):
-                        z[t, source, target] = model.add_variable(lb=0.0, ub=1.0)
-        self.one_strategy_each(model, x)
-        self.wanted_is_routed(model, x, z)
-        self.routed_is_produced(model, x, z)
-        self.layers_chain(model, x)
-        if terms.budget_bytes is not None:
-            self.memory_is_kept(model, x, z, terms)
+        frame = self.frame
         spent = [
-            (SCALE * node.weight * self.node_seconds(node, strategy, terms)) * x[node.key, s]
+            (SCALE * node.weight * self.node_seconds(node, s, terms)) * frame.x[node.key, s]
             for node in self.nodes.values()
             if not self.is_hosted(node)
-            for s, strategy in enumerate(node.options)
+            for s in range(len(node.options))
         ]
-        for (t, source, target), variable in z.items():
-            moved = reshard_seconds(self.tensors[t].value, source, target, self.axis).total
-            if moved and self.tensors[t].region not in self.hosted:
-                spent.append((SCALE * self.tensors[t].weight * moved) * variable)
-        spent += self.host_keeps_pace(model, x, z)
-        model.minimize(mathopt.fast_sum(spent))
+        for (t, source, target), variable in frame.z.items():
+            tensor, moved = self.tensors[t], self.moved[t, source, target].total
+            if moved and tensor.region not in self.hosted:
+                spent.append((SCALE * tensor.weight * moved) * variable)
+        with frame.beside() as added:
+            if terms.budget_bytes is not None:
+                added.append(self.memory_is_kept(frame, terms, terms.budget_bytes))
+            spent += self.host_keeps_pace(frame, added)
+            frame.model.minimize(mathopt.fast_sum(spent))
+            return self.answer(frame, seconds_limit)
+
+    @cached_property
+    def frame(self) -> Frame:
+        """What is the same whatever the terms."""
+        frame = Frame(mathopt.Model(name="sharding"), {}, {})
+        for node in self.nodes.values():
+            for s in range(len(node.options)):
+                frame.x[node.key, s] = frame.model.add_binary_variable()
+        for t, tensor in enumerate(self.tensors):
+            for source, target in product(self.given(tensor), self.asked(tensor)):
+                if self.may_reshard(tensor, source, target):
+                    frame.z[t, source, target] = frame.model.add_variable(lb=0.0, ub=1.0)
+        self.one_strategy_each(frame)
+        self.wanted_is_routed(frame)
+        self.routed_is_produced(frame)
+        self.layers_chain(frame)
+        return frame
+
+    @cached_property
+    def taken(self) -> dict[tuple[Key, int], Seconds]:
+        """Of every operator under each of its strategies."""
+        return {
+            (node.key, s): op_seconds(node.site, node.rule, strategy, self.axis)
+            for node in self.nodes.values()
+            if node.key[0] == "op"
+            for s, strategy in enumerate(node.options)
+        }
+
+    @cached_property
+    def moved(self) -> dict[Route, Seconds]:
+        """Of every resharding there may be."""
+        return {
+            (t, source, target): reshard_seconds(self.tensors[t].value, source, target, self.axis)
+            for t, source, target in self.frame.z
+        }
+
+    def answer(self, frame: Frame, seconds_limit: float) -> Sharding | None:
+        """What the solver finds."""
         # the relaxation is almost integral: cutting planes and presolve rounds only cost time (docs/decisions.md)
         parameters = mathopt.SolveParameters(
             threads=1,
@@ -387,14 +454,14 @@ class Programme:
             heuristics=mathopt.Emphasis.LOW,
             time_limit=timedelta(seconds=seconds_limit),
         )
-        result = mathopt.solve(model, mathopt.SolverType.GSCIP, params=parameters)
+        result = mathopt.solve(frame.model, mathopt.SolverType.GSCIP, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.NO_SOLUTION_FOUND):
             return None
         assert result.has_primal_feasible_solution(), f"the sharding programme ended with {result.termination}"
         picked = result.variable_values()
         chosen = {
-            node.key: max(enumerate(node.options), key=lambda s: (picked[x[node.key, s[0]]], -s[0]))[1]
+            node.key: max(enumerate(node.options), key=lambda s: (picked[frame.x[node.key, s[0]]], -s[0]))[1]
             for node in self.nodes.values()
         }
         bounds = result.termination.objective_bounds
@@ -409,7 +476,7 @@ class Programme:
     def alone(self, terms: Terms) -> Sharding:
         """One rank: there is nothing to decide."""
         chosen = {key: node.options[0] for key, node in self.nodes.items()}
-        seconds = sum(node.weight * self.node_seconds(node, chosen[key], terms) for key, node in self.nodes.items())
+        seconds = sum(node.weight * self.node_seconds(node, 0, terms) for node in self.nodes.values())
         seconds += sum(len(self.program.blocks[region].paths) * s for region, s in self.waits(chosen).items())
         return Sharding(self.axis, chosen, seconds, seconds, True)
 
@@ -431,18 +498,18 @@ class Programme:
     def asked(self, tensor: Tensor) -> tuple[Placement, ...]:
         return tuple(dict.fromkeys(s.operands[i] for c, i in tensor.consumers for s in c.options))
 
-    def node_seconds(self, node: Node, strategy: Strategy, terms: Terms) -> float:
-        """Seconds per microbatch; a tiny share of the bytes held breaks ties in favour of memory."""
+    def node_seconds(self, node: Node, number: int, terms: Terms) -> float:
+        """Seconds per microbatch of an option; a tiny share of the bytes held breaks ties in favour of memory."""
         kind = node.key[0]
         if kind == "op":
-            return op_seconds(node.site, node.rule, strategy, self.axis).total
+            return self.taken[node.key, number].total
         if kind == "parameter":
-            value = node.site.results[0]
-            held = local_bytes(value, strategy.results[0], self.axis.ranks)
+            value, placement = node.site.results[0], node.options[number].results[0]
+            held = local_bytes(value, placement, self.axis.ranks)
             seconds = 0.0
             if value.grad:
                 seconds = terms.element_s * held / DTYPE_BYTES[value.dtype]
-            if strategy.results[0] is R:
+            if placement is R:
                 seconds += self.sum_s_per_element(terms.shards) * value.elements
             return seconds / terms.microbatches + TIE_BREAK_S_PER_BYTE * held
         return 0.0
@@ -495,12 +562,7 @@ class Programme:
     def is_hosted(self, node: Node) -> bool:
         return node.key[0] == "op" and node.key[1] in self.hosted
 
-    def host_keeps_pace(
-        self,
-        model: mathopt.Model,
-        x: Mapping[tuple[Key, int], mathopt.Variable],
-        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
-    ) -> list[mathopt.LinearExpression]:
+    def host_keeps_pace(self, frame: Frame, added: list[Added]) -> list[mathopt.LinearExpression]:
         """What hosted layers take: the longer of what the device does and what the host starts, in each pass."""
         done: dict[tuple[Region, bool, bool], list[mathopt.LinearTerm]] = defaultdict(list)
 
@@ -512,58 +574,50 @@ class Programme:
 
         for node in filter(self.is_hosted, self.nodes.values()):
             for s, strategy in enumerate(node.options):
-                busy = op_seconds(node.site, node.rule, strategy, self.axis)
-                add(node.key[1], busy, op_launches(node.site, node.rule, strategy), x[node.key, s])
-        for (t, source, target), variable in z.items():
+                launches = op_launches(node.site, node.rule, strategy)
+                add(node.key[1], self.taken[node.key, s], launches, frame.x[node.key, s])
+        for (t, source, target), variable in frame.z.items():
             if self.tensors[t].region in self.hosted:
-                moved = reshard_seconds(self.tensors[t].value, source, target, self.axis)
+                moved = self.moved[t, source, target]
                 add(self.tensors[t].region, moved, moved.launches, variable)
         spent = []
         for index in sorted(self.hosted):
             layers = len(self.program.blocks[index].paths)
             for backward in (False, True):
-                taken = model.add_variable(lb=0.0)
+                taken = frame.model.add_variable(lb=0.0)
                 for by_host in (False, True):
-                    model.add_linear_constraint(mathopt.fast_sum(done[index, by_host, backward]) <= taken)
+                    done_s = mathopt.fast_sum(done[index, by_host, backward])
+                    added.append(frame.model.add_linear_constraint(done_s <= taken))
+                added.append(taken)
                 spent.append(layers * taken)
                 spent.append(layers * GAP * mathopt.fast_sum(done[index, False, backward]))  # of equals, the least work
         return spent
 
-    def one_strategy_each(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
+    def one_strategy_each(self, frame: Frame) -> None:
         for node in self.nodes.values():
-            total(model, [x[node.key, s] for s in range(len(node.options))], [], 1.0, 1.0)
+            frame.total([frame.x[node.key, s] for s in range(len(node.options))], [], 1.0, 1.0)
 
-    def wanted_is_routed(
-        self,
-        model: mathopt.Model,
-        x: Mapping[tuple[Key, int], mathopt.Variable],
-        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
-    ) -> None:
+    def wanted_is_routed(self, frame: Frame) -> None:
         for t, tensor in enumerate(self.tensors):
             for consumer, operand in tensor.consumers:
                 by_target: dict[Placement, list[mathopt.Variable]] = defaultdict(list)
                 for s, strategy in enumerate(consumer.options):
-                    by_target[strategy.operands[operand]].append(x[consumer.key, s])
+                    by_target[strategy.operands[operand]].append(frame.x[consumer.key, s])
                 for target, wanting in by_target.items():
-                    routes = [z[t, p, target] for p in self.given(tensor) if (t, p, target) in z]
-                    total(model, routes, wanting, lower=0.0)
+                    routes = [frame.z[t, p, target] for p in self.given(tensor) if (t, p, target) in frame.z]
+                    frame.total(routes, wanting, lower=0.0)
 
-    def routed_is_produced(
-        self,
-        model: mathopt.Model,
-        x: Mapping[tuple[Key, int], mathopt.Variable],
-        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
-    ) -> None:
+    def routed_is_produced(self, frame: Frame) -> None:
         for t, tensor in enumerate(self.tensors):
             giving: dict[Placement, list[mathopt.Variable]] = defaultdict(list)
             for s, strategy in enumerate(tensor.producer.options):
-                giving[strategy.results[tensor.result]].append(x[tensor.producer.key, s])
+                giving[strategy.results[tensor.result]].append(frame.x[tensor.producer.key, s])
             for target in self.asked(tensor):
                 for source, variables in giving.items():
-                    if (t, source, target) in z and len(giving) > 1:
-                        total(model, variables, [z[t, source, target]], lower=0.0)
+                    if (t, source, target) in frame.z and len(giving) > 1:
+                        frame.total(variables, [frame.z[t, source, target]], lower=0.0)
 
-    def layers_chain(self, model: mathopt.Model, x: Mapping[tuple[Key, int], mathopt.Variable]) -> None:
+    def layers_chain(self, frame: Frame) -> None:
         for index, output, entry in sorted(self.carried):
             block = self.program.blocks[index]
             leaves = self.nodes["exit", index, block.outputs[output]]
@@ -572,26 +626,19 @@ class Programme:
                 p: (ends_of(leaves, p), ends_of(enters, p)) for p in placements_of(leaves) | placements_of(enters)
             }
             for out, into in (places[p] for p in sorted(places, key=str)):
-                total(model, [x[leaves.key, s] for s in out], [x[enters.key, s] for s in into], 0.0, 0.0)
+                frame.total([frame.x[leaves.key, s] for s in out], [frame.x[enters.key, s] for s in into], 0.0, 0.0)
 
-    def memory_is_kept(
-        self,
-        model: mathopt.Model,
-        x: Mapping[tuple[Key, int], mathopt.Variable],
-        z: Mapping[tuple[int, Placement, Placement], mathopt.Variable],
-        terms: Terms,
-    ) -> None:
-        assert terms.budget_bytes is not None
+    def memory_is_kept(self, frame: Frame, terms: Terms, budget_bytes: float) -> mathopt.LinearConstraint:
         held = [
-            (node.weight * self.node_bytes(node, strategy, terms) / MIB) * x[node.key, s]
+            (node.weight * self.node_bytes(node, strategy, terms) / MIB) * frame.x[node.key, s]
             for node in self.nodes.values()
             for s, strategy in enumerate(node.options)
         ]
-        for (t, _, target), variable in z.items():
+        for (t, _, target), variable in frame.z.items():
             tensor = self.tensors[t]
             if terms.keeps_activations and tensor.saved:
                 held.append((tensor.weight * local_bytes(tensor.value, target, self.axis.ranks) / MIB) * variable)
-        model.add_linear_constraint(mathopt.fast_sum(held) <= terms.budget_bytes / MIB)
+        return frame.model.add_linear_constraint(mathopt.fast_sum(held) <= budget_bytes / MIB)
 
     def node_bytes(self, node: Node, strategy: Strategy, terms: Terms) -> float:
         """Bytes that a decision holds through the step: states of a parameter, results kept for the backward."""
@@ -607,20 +654,6 @@ class Programme:
         if kind == "entry" and not terms.keeps_activations:
             return local_bytes(node.site.results[0], strategy.results[0], self.axis.ranks)
         return 0.0
-
-
-def total(
-    model: mathopt.Model,
-    plus: Iterable[mathopt.Variable],
-    minus: Iterable[mathopt.Variable],
-    lower: float,
-    upper: float = math.inf,
-) -> None:
-    """lower <= sum(plus) - sum(minus) <= upper. Set directly: half the time of an expression that is taken apart."""
-    constraint = model.add_linear_constraint(lb=lower, ub=upper)
-    for coefficient, variables in ((1.0, plus), (-1.0, minus)):
-        for variable in variables:
-            constraint.set_coefficient(variable, coefficient)
 
 
 def placements_of(node: Node) -> set[Placement]:

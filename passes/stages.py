@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from costmodels.operators import OperatorClass
 from passes.graph import mutates
@@ -39,7 +40,8 @@ class LocalStage:
         return tuple(s for s in self.region.statements if isinstance(s, LocalCall))
 
 
-def stages(lowered: Lowered, cuts: Sequence[int]) -> tuple[LocalStage, ...]:
+@lru_cache(maxsize=256)  # plans that differ in other things are often cut alike
+def stages(lowered: Lowered, cuts: tuple[int, ...]) -> tuple[LocalStage, ...]:
     """The stages of the root between `cuts`, ascending positions in its statements; without cuts, the root itself."""
     root, program = lowered.root, lowered.program
     inputs = [v.name for v in program.inputs]
@@ -169,6 +171,7 @@ def unreached(parts: Sequence[LocalStage]) -> str:
     return ""
 
 
+@lru_cache(maxsize=64)
 def made_again(lowered: Lowered) -> frozenset[str]:
     """Values that any stage can make for itself: of inputs and buffers, and views and reshardings of parameters."""
     root = lowered.root

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import ceil, prod
 
@@ -172,6 +172,7 @@ class Settled:
     again: tuple[float, ...]  # per block, seconds of running it a second time for its backward
     units: tuple[Unit, ...]  # per block, then the root
     statements: Mapping[int, RegionSeconds]  # of the root, by identity
+    loads: dict[object, tuple[StageLoad, ...]] = field(default_factory=dict, repr=False)  # those known, by cuts
 
     @cached_property
     def recomputable(self) -> tuple[int, ...]:
@@ -237,10 +238,11 @@ class Variant:
 
     def rank_of(self, stage: int) -> int:
         """The pp rank of a stage."""
-        return self._ranks[stage]
+        return self.ranks[stage]
 
     @cached_property
-    def _ranks(self) -> tuple[int, ...]:
+    def ranks(self) -> tuple[int, ...]:
+        """The pp rank of every stage."""
         if self.staging is None:
             return (0,)
         return rank_of(self.schedule, self.settled.pair.pp, self.staging.virtual_stages)
@@ -415,17 +417,18 @@ def loads(problem: Problem, variant: Variant) -> tuple[StageLoad, ...]:
             seconds += region.times(one.count)
         again = sum(k * one for k, one in zip(variant.recompute, settled.again, strict=True))
         return (StageLoad(seconds, again, settled.units, settled.partial_bytes(variant.shards), 0, 0, 0),)
-    both = shared(variant.stages)
-    return tuple(_load(problem, variant, number, again, both) for number, again in enumerate(variant.staging.recompute))
+    key = variant.staging.cuts, variant.ranks, variant.shards
+    if key not in settled.loads:
+        both = shared(variant.stages)
+        settled.loads[key] = tuple(_load(problem, variant, number, both) for number, _ in enumerate(variant.stages))
+    return tuple(
+        replace(load, again=sum(k * one for k, one in zip(recompute, settled.again, strict=True)))
+        for load, recompute in zip(settled.loads[key], variant.staging.recompute, strict=True)
+    )
 
 
-def _load(
-    problem: Problem,
-    variant: Variant,
-    number: int,
-    recompute: tuple[int, ...],
-    both: Mapping[str, tuple[int, ...]],
-) -> StageLoad:
+def _load(problem: Problem, variant: Variant, number: int, both: Mapping[str, tuple[int, ...]]) -> StageLoad:
+    """What a stage that recomputes nothing does."""
     settled, tp, part = variant.settled, variant.settled.pair.tp, variant.stages[number]
     program = settled.lowered.program
     counts = Counter(call.block for call in part.calls)
@@ -449,7 +452,7 @@ def _load(
             moved = sum(ceil(local.value.bytes / tp) for local in values)
     return StageLoad(
         seconds,
-        sum(k * one for k, one in zip(recompute, settled.again, strict=True)),
+        0.0,
         tuple(units),
         partial,
         sent,
@@ -542,14 +545,21 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
         timeline = simulate(timetable(variant, count), seconds, sent, problem.queue)
         return timeline.bubble_s, timeline.exposed_s
 
-    least = ROUNDS_PLAYED * ranks + microbatches % ranks
-    rounds, left = divmod(microbatches - least, ranks)
-    virtual = variant.staging.virtual_stages if variant.staging else 1
-    refused = any(refusal(variant.schedule, ranks, virtual, count) for count in (least, least - ranks))
-    if rounds <= 0 or left or refused:
-        return played(microbatches)
-    (bubble, exposed), (bubble_before, exposed_before) = played(least), played(least - ranks)
+    least = until_it_recurs(variant, microbatches)
+    bubble, exposed = played(least)
+    if least == microbatches:
+        return bubble, exposed
+    rounds, (bubble_before, exposed_before) = (microbatches - least) // ranks, played(least - ranks)
     return bubble + rounds * (bubble - bubble_before), exposed + rounds * (exposed - exposed_before)
+
+
+def until_it_recurs(variant: Variant, microbatches: int) -> int:
+    """Of so many microbatches, those after which a schedule only does again what it did, round by round."""
+    assert variant.staging is not None, "only a pipeline has a schedule"
+    ranks, virtual = variant.settled.pair.pp, variant.staging.virtual_stages
+    least = ROUNDS_PLAYED * ranks + microbatches % ranks
+    refused = any(refusal(variant.schedule, ranks, virtual, count) for count in (least, least - ranks))
+    return microbatches if refused else min(least, microbatches)
 
 
 def least_wait(variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> float:

@@ -11,8 +11,8 @@ import torch
 from benchmarks.memory import MODELS, Compared, Measured, measured, planned
 from costmodels.memory import Engine
 from gloo import Pool
-from passes import memory
-from passes.memory import padded, step_bytes
+from passes import memory, step
+from passes.memory import padded, rank_bytes, step_bytes
 from passes.pipeline import problem_of
 from passes.rehearse import Held, rehearse
 from passes.state import State, made
@@ -115,6 +115,34 @@ def test_a_forgotten_term_shows(
     forget(monkeypatch)
     after = runs(name).compared().predicted
     assert after.peak / before.measured.peak - 1 < -TOLERANCE
+
+
+PIPELINES = [
+    *(("fp32", f"pp=2,microbatches=12,schedule={one}") for one in ("1f1b", "interleaved", "zbv", "interleaved_zb")),
+    ("bf16", "pp=2,dp=2,microbatches=6,schedule=1f1b,zero=2"),
+    ("bf16", "pp=2,dp=2,microbatches=6,schedule=interleaved,zero=3"),
+    ("bf16", "pp=2,dp=2,microbatches=6,schedule=zbv,zero=1"),
+    ("bf16", "pp=2,dp=2,microbatches=6,schedule=interleaved_zb,zero=1"),
+    ("fp32", "pp=4,microbatches=12,schedule=1f1b"),
+]
+
+
+@pytest.mark.parametrize(("precision", "fix"), PIPELINES)
+def test_rounds_that_recur_hold_no_more(precision: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = dict(one.split("=") for one in fix.split(","))
+    fixed = {key: value if key == "schedule" else int(value) for key, value in pins.items()} | {"recompute": "none"}
+    state = planned(MODELS["nanogpt"](), fixed, 4, precision)
+    problem, variant = problem_of(state), made(state.found, "the plan").best.variant
+    rehearsals = rehearse(
+        made(state.program, "it"), variant.settled.lowered, problem.dtype, variant.stages, variant.splits_backward
+    )
+    pp = variant.settled.pair.pp
+    for rounds in (step.ROUNDS_PLAYED + 1, 3 * step.ROUNDS_PLAYED):
+        longer = replace(problem, global_batch=problem.global_batch * rounds * pp // int(pins["microbatches"]))
+        shortened = rank_bytes(longer, variant, rehearsals)
+        with monkeypatch.context() as patch:
+            patch.setattr(step, "ROUNDS_PLAYED", 10**6)
+            assert rank_bytes(longer, variant, rehearsals) == shortened
 
 
 def test_the_temporaries_of_the_update_are_those_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

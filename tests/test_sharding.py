@@ -83,7 +83,9 @@ def embedding() -> Blocked:
 
 def seconds(programme: Programme, chosen: Mapping[Key, Strategy], terms: Terms) -> float:
     """What a decision costs: its nodes, and one resharding per tensor and wanted placement."""
-    total = sum(n.weight * programme.node_seconds(n, chosen[n.key], terms) for n in programme.nodes.values())
+    total = sum(
+        n.weight * programme.node_seconds(n, n.options.index(chosen[n.key]), terms) for n in programme.nodes.values()
+    )
     for tensor in programme.tensors:
         source = chosen[tensor.producer.key].results[tensor.result]
         for target in {chosen[c.key].operands[i] for c, i in tensor.consumers}:
@@ -136,6 +138,17 @@ def test_under_a_budget_it_is_the_cheapest_decision_that_fits(share):
     found = programme.solve(terms)
     assert found is not None and programme.held_bytes(found.chosen, terms) <= budget * (1 + 1e-6)
     assert found.objective_s == pytest.approx(cheapest(programme, terms), rel=2e-4)
+
+
+def test_what_was_solved_before_leaves_no_trace():
+    programme = Programme(residual(), axis(), {})
+    free = programme.solve(Terms())
+    assert free is not None
+    tight = Terms(budget_bytes=0.95 * programme.held_bytes(free.chosen, Terms()))
+    every = [tight, Terms(budget_bytes=1000.0), Terms(microbatches=8), tight, Terms()]
+    alone = [Programme(residual(), axis(), {}).solve(terms) for terms in every]
+    assert alone[0] is not None and alone[0].objective_s > free.objective_s
+    assert [programme.solve(terms) for terms in every] == alone
 
 
 def test_a_budget_that_nothing_meets_gives_none():
