@@ -32,6 +32,7 @@ from autopar.runtime.gradients import BUCKET_BYTES
 from autopar.runtime.trainer import Trainer
 from autopar.runtime.weights import local
 from costmodels.errors import BadInput
+from passes.kernels import ON_CUDA
 from passes.plan import Plan
 from passes.rehearse import Tracker
 
@@ -296,16 +297,13 @@ class _Arrived:
 
 @contextmanager
 def _kernels_of(plan: Plan) -> Iterator[None]:
-    """On CUDA attention is fused with its dropout, on the CPU, where a dry run is, only without; both keep as much."""
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def without_dropout(*operands: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:
-        return attention(*operands, **options)
-
+    """Functions keep what they keep on the plan's device, not on the CPU, where a dry run is."""
     if plan.cluster.device == "cpu":
         yield
         return
-    with patch.object(torch.nn.functional, "scaled_dot_product_attention", without_dropout):
+    with ExitStack() as patched:
+        for name, function in ON_CUDA.items():
+            patched.enter_context(patch.object(torch.nn.functional, name, function))
         yield
 
 

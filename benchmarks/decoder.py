@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,8 @@ from passes.graph import Op, Ref, map_op
 class Shape:
     """What a decoder looks like.
 
-    Fused attention writes no probabilities down, a fused gate nothing but its result, a fused loss no fp32 logits.
+    Fused attention writes no probabilities down, a fused gate nothing but its result. Of the loss, `fused` keeps the
+    logits alone, as they are; `in_place` probabilities in fp32, whose gradients take their place; `plain` is PyTorch's.
     """
 
     layers: int
@@ -33,7 +35,7 @@ class Shape:
     learned_positions: int
     fused: bool
     fused_gate: bool
-    fused_loss: bool
+    loss: str
 
 
 class Attention(nn.Module):
@@ -104,7 +106,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [rows, sequence] to logits [rows, sequence, vocab], or to the loss of each row if that is fused."""
+    """Token ids [rows, sequence] to logits [rows, sequence, vocab], or to the loss of each row if that is not plain."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -127,15 +129,14 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, self.cos, self.sin, self.mask)
         logits: Tensor = self.head(self.norm(x))
-        return stand_in_for_fused_loss(logits) if self.shape.fused_loss else logits
+        return logits if self.shape.loss == "plain" else STAND_INS[self.shape.loss](logits)
 
 
-def stand_in_for_fused_loss(logits: Tensor) -> Tensor:
-    """Of each row; not cross-entropy, but it keeps and moves what a fused kernel of it does.
-
-    The logits are kept as they are, in the compute dtype, and their gradients are made beside them in one pass.
-    """
-    return F.silu(logits).sum((1, 2))
+# Of each row; not cross-entropy, but they keep and move what such kernels of it do.
+STAND_INS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "fused": lambda logits: F.silu(logits).sum((1, 2)),  # keeps its argument, makes the gradient in one pass
+    "in_place": lambda logits: logits.float().exp().sum((1, 2)),  # keeps its result
+}
 
 
 def of_rows(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:

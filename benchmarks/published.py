@@ -35,7 +35,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ from costmodels.memory import FP32_BYTES, outside_allocator_bytes
 from costmodels.schedules import Queue
 from passes.cutting import Cutter, Uncut
 from passes.graph import Value
-from passes.lower import LocalCall, LocalRegion, Reshard
+from passes.lower import LocalCall, LocalOp, LocalRegion, Reshard
 from passes.pipeline import PIPELINE, problem_of
 from passes.placements import Placement, S, collectives
 from passes.price import Axis, local_bytes
@@ -60,7 +60,7 @@ from passes.rehearse import Rehearsal
 from passes.search import Search
 from passes.sharding import Programme, Sharding, Tensor, Terms
 from passes.state import State, Task, run
-from passes.step import Pair, Problem, StepSeconds, Variant, loads, settle, step_seconds
+from passes.step import Pair, Problem, Settled, StepSeconds, Variant, loads, settle, step_seconds
 
 WORKERS = 2
 SEQUENCE_DIM = 1  # of what layers hand on
@@ -91,6 +91,7 @@ DEVICES: Mapping[str, tuple[str, float | None]] = {
 }
 # FlashAttention "reaching only 25-40% of the theoretical maximum FLOPs/s", its successor 50 to 73 % (arXiv 2307.08691)
 FLASH_ATTENTION_1 = 0.55
+ATTENTION = "aten.scaled_dot_product_attention.default"
 MEMORY_KINDS = ("allocated", "reserved", "smi")
 T = TypeVar("T")
 
@@ -101,7 +102,9 @@ class Stack:
 
     attention: float = 1.0  # times the speed of the attention kernels in the catalogue
     fused_gate: bool = False  # keeps what goes into a gated activation and what comes out, nothing between
-    fused_loss: bool = False  # takes logits as they are, and keeps nothing in fp32
+    loss: str = "plain"  # as in Shape
+    stages: str = "even"  # how layers are dealt out to the stages of a pipeline, one of SPLITS
+    copies_heads: bool = False  # keys and values are copied out of what is kept with the queries
     regathers: bool = False  # what is gathered along the sequence is gathered again for the backward, not kept
     vocabulary_multiple: int = 1  # of the ranks of tp: the vocabulary is filled up to it
     overlaps: bool = True  # gradients are reduced while others are computed
@@ -150,15 +153,16 @@ class Row:
 
 
 # arguments.py: make_vocab_size_divisible_by = 128 times the ranks of tp, bias_swiglu_fusion;
-# core/tensor_parallel/layers.py gathers the input of a product with sequence parallelism in both passes
-MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128)
+# core/tensor_parallel/layers.py gathers the input of a product with sequence parallelism in both passes;
+# core/tensor_parallel/cross_entropy.py: all of the loss in place, on logits in fp32
+MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128, loss="in_place")
 # What public code says of a framework; the first whose name is in a record's.
 STACKS: Mapping[str, Stack] = {
     # scripts/train/benchmarking/submit_benchmarks.py: attn_impl = "triton", the kernel of FlashAttention 1;
     # models/mpt/modeling_mpt.py: loss_fn = "fused_crossentropy"
-    "llm-foundry": Stack(attention=FLASH_ATTENTION_1, fused_loss=True),
+    "llm-foundry": Stack(attention=FLASH_ATTENTION_1, loss="fused"),
     # solver/optimizer/hybrid_zero_optim.py reduces gradients as they are; model/losses: flash_attn's cross-entropy
-    "InternEvo": Stack(fused_loss=True, gradient_bytes=2, reduced_bytes=2),
+    "InternEvo": Stack(loss="fused", gradient_bytes=2, reduced_bytes=2),
     # as Megatron-LM; DeepSpeed's runtime/pipe/engine.py reduces after all microbatches, and sends partitioned tensors
     "Megatron-DeepSpeed": replace(MEGATRON, overlaps=False, sends_parts=True),
     # training.py, arguments.py: reduces after all microbatches unless asked (overlap_grad_reduce), and sends parts
@@ -168,10 +172,13 @@ STACKS: Mapping[str, Stack] = {
     "Megatron": MEGATRON,
     "NeMo": MEGATRON,
     # lit_gpt: FusedCrossEntropyLoss, xformers' SwiGLU
-    "lit-gpt": Stack(fused_gate=True, fused_loss=True),
+    "lit-gpt": Stack(fused_gate=True, loss="fused"),
     # runtime/zero: communication_data_type is that of the model
     "DeepSpeed": Stack(gradient_bytes=2, reduced_bytes=2),
     "torchtitan": Stack(copies=True),  # the fully_shard that our programs have too
+    # models/base.py, build_model: blocks by their cost; parallel/tensor_parallel/functional.py: a loss in place;
+    # models/llama.py: queries are a view of all three, keys and values are concatenated anew
+    "nanotron": Stack(loss="in_place", stages="by_cost", copies_heads=True),
     # policies/mixed_precision.py: bfSixteen reduces in bf16
     "fms-fsdp": Stack(reduced_bytes=2),
 }
@@ -242,7 +249,7 @@ def read(record: Mapping[str, Any]) -> Run:
         learned_positions=model.get("learned_pos") or 0,
         fused=fused is not False,
         fused_gate=stack.fused_gate,
-        fused_loss=stack.fused_loss,
+        loss=stack.loss,
     )
     if shape.hidden % heads and not model.get("head_dim"):
         raise Skipped("heads do not divide the hidden size")
@@ -283,7 +290,7 @@ def stack_of(record: Mapping[str, Any]) -> Stack:
     said = f"{record['optimizer'] or ''}; {record['notes'] or ''}".lower()
     stack = next((stack for name, stack in STACKS.items() if name in framework), Stack())
     if "fused cross-entropy" in said:
-        stack = replace(stack, fused_loss=True)
+        stack = replace(stack, loss="fused")
     if record.get("torch_compile"):
         stack = replace(stack, fused_gate=True)
     if record["precision"] == "fp16":
@@ -359,22 +366,54 @@ def captured(shape: Shape, rows: int) -> State:
         model = Decoder(replace(shape, layers=FEW))
     ids = torch.empty(rows, shape.sequence, dtype=torch.long, device="meta")
     anywhere = Cluster.preset("8xh100")
-    loss = of_rows if shape.fused_loss else next_token
+    loss = next_token if shape.loss == "plain" else of_rows
     task = Task(model, {"ids": ids, "labels": ids}, loss, anywhere, rows, "bf16", "adamw", {})
     state = run(PIPELINE[:4], State(task, lambda text: None, lambda: False))
     assert state.blocked is not None, "BLOCKS has run"
     return replace(state, blocked=deepened(state.blocked, shape.layers))
 
 
-class Even(Cutter):
-    """Stages of as many layers each as frameworks give them; where these do not divide, the ends have fewer."""
+def even(shape: Shape, count: int) -> list[int]:
+    """How many layers are before the end of each of so many stages but the last.
+
+    Where these do not divide, the first and the last stages have fewer.
+    """
+    least, more = divmod(shape.layers, count)
+    fewer = sorted(range(count), key=lambda k: -min(k + 1, count - k))
+    return list(accumulate(least + (k in fewer[:more]) for k in range(count - 1)))
+
+
+def by_cost(shape: Shape, count: int) -> list[int]:
+    """The same if a stage ends as soon as all up to there costs more than its share. The head counts as one layer more.
+
+    What costs are the weights of layers and of the head; the embedding, norms and the loss cost nothing.
+    """
+    layer = (4 * shape.heads * shape.head_dim + 3 * shape.ffn) * shape.hidden
+    costs = [
+        *(layer * (number + 1) for number in range(shape.layers)),
+        layer * shape.layers + shape.vocab * shape.hidden,
+    ]
+    ends: list[int] = []
+    for number, cost in enumerate(costs, 1):
+        if len(ends) < count - 1 and cost * count > (len(ends) + 1) * costs[-1]:
+            ends.append(number)
+    return ends
+
+
+SPLITS: Mapping[str, Callable[[Shape, int], list[int]]] = {"even": even, "by_cost": by_cost}
+
+
+class Dealt(Cutter):
+    """Stages of as many layers each as the framework gives them."""
+
+    split: Callable[[int], Sequence[int]]
 
     def cuts(self, uncut: Uncut) -> Iterator[tuple[int, ...]]:
-        calls = [i for i, s in enumerate(self.settled.lowered.root.statements) if isinstance(s, LocalCall)]
-        least, more = divmod(len(calls), uncut.count)
-        fewer = sorted(range(uncut.count), key=lambda k: -min(k + 1, uncut.count - k))
-        layers = [least + (k in fewer[:more]) for k in range(uncut.count)]
-        yield tuple(calls[end] for end in accumulate(layers[:-1]))
+        statements = self.settled.lowered.root.statements
+        calls = [i for i, s in enumerate(statements) if isinstance(s, LocalCall)]
+        head = max(i for i, s in enumerate(statements) if isinstance(s, LocalOp) and s.rule and s.rule.flop(s.site)[0])
+        starts = [*calls, calls[-1] + 1, head + 1]  # of layers, of the head, and of what is behind it
+        yield tuple(starts[end] for end in self.split(uncut.count))
 
 
 class TensorParallel(Programme):
@@ -417,19 +456,27 @@ class Recorded(Search):
     together cost more than all work, so that none stays whole for speed.
     """
 
-    cutter_of = Even
+    cutter_of = Dealt
     programme_of: type[Programme] = TensorParallel
-    regathers = False
+    regathers = copies_heads = False
+    split: Callable[[int], Sequence[int]]
+
+    def cutter(self, settled: Settled) -> Cutter:
+        found = super().cutter(settled)
+        assert isinstance(found, Dealt), "as cutter_of says"
+        found.split = self.split
+        return found
 
     def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
-        found = super().rehearsed(variant)
-        if not self.regathers:
-            return found
-        again = [gathered_bytes(region, variant.settled.pair.tp) for region in variant.settled.lowered.blocks]
+        found, ranks = super().rehearsed(variant), variant.settled.pair.tp
+        more = [
+            self.copies_heads * heads_bytes(region, ranks) - self.regathers * gathered_bytes(region, ranks)
+            for region in variant.settled.lowered.blocks
+        ]
         return tuple(
             replace(
                 one,
-                blocks=tuple(replace(b, saved_bytes=b.saved_bytes - g) for b, g in zip(one.blocks, again, strict=True)),
+                blocks=tuple(replace(b, saved_bytes=b.saved_bytes + m) for b, m in zip(one.blocks, more, strict=True)),
             )
             for one in found
         )
@@ -437,6 +484,16 @@ class Recorded(Search):
     def terms(self, pair: Pair, zero: int, group: int) -> Terms:
         dear = DEARER * self.bounds.seconds(pair) / max(1, self.problem.trained // pair.tp)
         return replace(super().terms(pair, zero, group), element_s=dear)
+
+
+def heads_bytes(region: LocalRegion, ranks: int) -> int:
+    """Of keys and values of a layer's attention."""
+    every = (s for s in region.statements if isinstance(s, LocalOp) and s.op.target == ATTENTION)
+    return sum(
+        local_bytes(value, placement, ranks)
+        for s in every
+        for value, placement in zip(s.site.operands[1:3], s.strategy.operands[1:3], strict=True)
+    )
 
 
 def gathered_bytes(region: LocalRegion, ranks: int) -> int:
@@ -526,7 +583,8 @@ def planned(run_: Run, fused: bool) -> Planned:
         copies=stack.copies,
     )
     searched = SEARCHES[run_.sequence_parallel](problem, lambda text: None, lambda: False)
-    searched.regathers = stack.regathers
+    searched.regathers, searched.copies_heads = stack.regathers, stack.copies_heads
+    searched.split = partial(SPLITS[stack.stages], run_.shape)
     found = searched.run()
     return Planned(problem, found.best.variant, tuple(held.peak for held in found.by_rank))
 

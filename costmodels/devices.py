@@ -140,8 +140,11 @@ HOST_S = 35e-6
 # Matmuls with rows that are no multiples of 16 bytes, times the speed of others. In batches: attention with heads of
 # 108, 150 and 225 beside 144, 216 and 224 runs at 9 to 16 of 240 TFLOP/s (A100, fp16, cuBLAS 11: bigscience,
 # tr11-176B-ml/chronicles-prequel.md). By themselves: nanoGPT takes a quarter less time with a vocabulary of 50,304 than
-# with 50,257 (A100: 0.25); nanotron's head of 50,257 takes 44 ms where 16 are due (H100: 0.35).
-UNALIGNED = 0.3
+# with 50,257 (A100). On an H100 the last of nanotron's 8 stages, a head of 50,257 and the loss alone, takes 111 ms of
+# 16,384 tokens: 106 TFLOP/s beside what the loss moves. Its matrix units need aligned rows: such products run as on an
+# A100, on more and faster units (0.25 * 240 TFLOP/s * 1.5).
+UNALIGNED_AMPERE = 0.25
+UNALIGNED_HOPPER = 0.16
 UNALIGNED_BATCHED = 0.05
 
 # NVIDIA. Context: A100 with lazy loading 0.47 GiB, rounded up for libraries ([ml-eng] training/performance).
@@ -178,6 +181,7 @@ def efficiencies(
     tail_waves: float,
     bandwidth: float,
     loss_bandwidth: float,
+    unaligned: float = UNALIGNED_HOPPER,
 ) -> Efficiencies:
     """The coefficients of a GPU, from the few that are measured on it.
 
@@ -189,7 +193,7 @@ def efficiencies(
         matmul=matmul,
         attention=Coefficients(attention, bandwidth, LAUNCH_S),
         attention_tail_waves=tail_waves,
-        unaligned=UNALIGNED,
+        unaligned=unaligned,
         unaligned_batched=UNALIGNED_BATCHED,
         conv=Coefficients(0.8 * matmul.peak_fraction, matmul.bandwidth_fraction, matmul.fixed_s),
         pointwise=vector,
@@ -248,6 +252,7 @@ A100_EFFICIENCY = efficiencies(
     tail_waves=0.9,
     bandwidth=0.75,
     loss_bandwidth=0.67,
+    unaligned=UNALIGNED_AMPERE,
 )
 B200_EFFICIENCY = efficiencies(
     Coefficients(peak_fraction=0.505, bandwidth_fraction=2.22, fixed_s=LAUNCH_S),

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.kernels import ON_CUDA, applied
 from passes.lower import LocalRegion, Lowered
 from passes.placements import I, P, Placement, R, S, local_shape
 from passes.stages import LocalStage, stages
@@ -368,7 +369,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     trained = any(t.requires_grad for t in outputs)
     given = _storages(outputs)
     places = [t.untyped_storage()._cdata for t in outputs]
-    end = _applied(_End, tracker.pin, *outputs)
+    end = applied(_End, tracker.pin, *outputs)
     del out, outputs
     kept_outputs = tuple(key in tracker.sizes for key in places)
     saved = tracker.live - sum(tracker.sizes.get(key, 0) for key in given)
@@ -412,7 +413,7 @@ def _layer_split(layer: nn.Module, inputs: tuple[Tensor, ...]) -> SplitMemory:
         outputs = out if isinstance(out, tuple) else (out,)
         places = [t.untyped_storage()._cdata for t in outputs]
         nodes = [t.grad_fn for t in outputs]  # the layer behind it holds them
-        end = _applied(_End, tracker.pin, *outputs)
+        end = applied(_End, tracker.pin, *outputs)
         del out, outputs
         tracker.stretch()
         groups = _inputs_backward([end], None, inputs, layer)
@@ -528,10 +529,6 @@ def _root(model: nn.Module, received: tuple[Tensor, ...], read: tuple[Tensor, ..
     )
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
-
-
 class _End(torch.autograd.Function):
     """What follows a layer: it keeps nothing, and its gradients come into being in the backward."""
 
@@ -571,7 +568,7 @@ class _ClosedLayer(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         # what a layer returns is trained if the layer is, whatever it is given
         anchor = torch.empty(0, requires_grad=self.like.trained)
-        out = _applied(_Call, self, anchor, *inputs)
+        out = applied(_Call, self, anchor, *inputs)
         return out[0] if len(out) == 1 else out
 
 
@@ -662,7 +659,7 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
 
     return {
         "__name__": "rehearsal",
-        "F": F if copies else _Fused(),
+        "F": F if copies else _OnCuda(),
         "S": S,
         "R": R,
         "I": I,
@@ -675,19 +672,11 @@ def _names(lowered: Lowered, low: torch.dtype) -> dict[str, Any]:
     }
 
 
-class _Fused:
-    """torch.nn.functional as CUDA has it: its fused attention drops out what it never writes down.
-
-    On the CPU, where programs are rehearsed, only attention without dropout is fused, and keeps as much.
-    """
+class _OnCuda:
+    """torch.nn.functional as CUDA has it."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(F, name)
-
-    def scaled_dot_product_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0, **options: Any
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, **options)
+        return ON_CUDA.get(name) or getattr(F, name)
 
 
 # -- collectives: see autopar/runtime/collectives.py for what they are ------------------------------------------------
@@ -769,7 +758,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _moved(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    return cast(Tensor, _applied(_Moved, x, there, back))
+    return cast(Tensor, applied(_Moved, x, there, back))
 
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
@@ -844,7 +833,7 @@ def _vocabulary_embedding(ids: Tensor, weight: Tensor, axis: str, size: int, pad
 def _vocabulary_cross_entropy(
     logits: Tensor, target: Tensor, axis: str, size: int, ignore_index: int = -100, reduction: str = "sum"
 ) -> Tensor:
-    loss = cast(Tensor, _applied(_CrossEntropy, logits, target, ignore_index))
+    loss = cast(Tensor, applied(_CrossEntropy, logits, target, ignore_index))
     if reduction == "none":
         return loss
     total = loss.sum()
