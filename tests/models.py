@@ -235,6 +235,24 @@ class NanoGPT(nn.Module):
         return logits, loss
 
 
+class Normed(nn.Module):
+    """PyTorch's own RMSNorm and dropout, which CUDA fuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(24), nn.Linear(24, 48), nn.GELU(), nn.Dropout(0.5), nn.Linear(48, 24))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
 def partly_trained() -> nn.Module:
     """Frozen position embeddings and a frozen bias, and a layer that the loss never reads."""
     model = NanoGPT()
@@ -444,6 +462,7 @@ CASES = {
                 ("turned", Turned),
             )
         ),
+        Case("normed", Normed, lambda step: tuple(regression(step).values()), squared_error),
         Case("weighted", Weighted, lambda step: tuple(regression(step).values())),
         Case("unet", UNet, denoising, squared_error),
         Case("resnet", ResNet, lambda step: tuple(images(step).values())),

@@ -85,8 +85,10 @@ def test_products_with_rows_that_are_no_multiples_of_16_bytes_are_slow() -> None
         return whole - operator_seconds(OperatorClass.MATMUL, 0, 0, "bf16", device)
 
     assert flop_s(A100) == pytest.approx(1e12 / (0.769 * 312e12))
-    assert flop_s(A100, aligned=False) == pytest.approx(flop_s(A100) / 0.3)
+    assert flop_s(A100, aligned=False) == pytest.approx(flop_s(A100) / 0.25)
     assert flop_s(A100, aligned=False, batched=True) == pytest.approx(flop_s(A100) / 0.05)
+    # the units of an H100 that need aligned rows are idle: it is about as much faster as it has more and faster units
+    assert 1.4 < flop_s(A100, aligned=False) / flop_s(H100, aligned=False) < 2.0
     cpu = device_named("cpu")
     assert operator_seconds(OperatorClass.MATMUL, 1e9, 0, "fp32", cpu, aligned=False) == pytest.approx(
         operator_seconds(OperatorClass.MATMUL, 1e9, 0, "fp32", cpu)

@@ -36,6 +36,8 @@ PLANS = [
     ("gpt2", "pp=2,dp=1,tp=2,microbatches=4,schedule=interleaved_zb"),
     ("llama", "pp=2,dp=2,tp=1,zero=1,microbatches=3,schedule=zbv"),
     ("llama", "pp=2,dp=1,tp=2,microbatches=4,schedule=interleaved"),
+    ("normed", "dp=2,tp=2,zero=3"),
+    ("dropout", "dp=2,tp=2,zero=1,microbatches=2"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from published import (
@@ -11,7 +13,9 @@ from published import (
     Run,
     Scalars,
     Skipped,
+    by_cost,
     calibration_rows,
+    even,
     fitted_scalars,
     planned,
     price,
@@ -70,6 +74,28 @@ def test_a_record_becomes_a_run():
     }  # fmt: skip
     with pytest.raises(Skipped, match=r"^context parallelism$"):
         read(record(cp=2))
+
+
+def test_layers_are_dealt_out_evenly_or_by_what_they_cost():
+    shape = read(record()).shape  # a layer has 4 * 256 + 3 * 1024 columns, the head 1,000: a quarter of one
+    assert even(shape, 2) == [2] and even(replace(shape, layers=6), 4) == [1, 3, 5]
+    assert by_cost(shape, 2) == [3] and by_cost(replace(shape, vocab=20000), 4) == [3, 5]
+
+
+def test_a_stage_may_hold_the_head_alone():
+    found = planned(read(record(framework="nanotron", model=MODEL | {"vocab": 9000})), True)  # the head is 2.2 layers
+    first, last = (len(stage.calls) for stage in found.variant.stages)
+    assert (first, last) == (4, 0)
+
+
+def test_a_loss_in_place_holds_less():
+    run_ = read(record(model=MODEL | {"vocab": 16_384, "seq_len": 8_192}, pp=1, tp=1, dp=8))
+    plain, in_place = (
+        max(planned(replace(run_, shape=replace(run_.shape, loss=loss)), True).by_rank)
+        for loss in ("plain", "in_place")
+    )
+    logits = 8_192 * 16_384
+    assert plain - in_place == pytest.approx(0.5 * 4 * logits, rel=0.05)
 
 
 @pytest.mark.parametrize("along_sequence", (False, True))
