@@ -117,9 +117,10 @@ class SavedBytes:
 
 def measure(program: str, buffers: Mapping[str, Tensor], shares: list[list[Tensor]]) -> Measured:
     """One rank: steps of a program after its first, on this data-parallel rank's rows."""
+    own = [[one.clone() for one in share] for share in shares]  # that hold no more than their rows
     with LiveBytes() as tracker:
         trainer = Trainer(load_program(program), device="cpu")
-        batch = [one.clone() for one in shares[trainer.dp_rank]]
+        batch = own[trainer.dp_rank]
         trainer.init_parameters(0)
         trainer.load_buffers(buffers)
         trainer.step(batch, sharded=True)

@@ -49,6 +49,7 @@ from costmodels.devices import GIB, LAUNCH_S, Coefficients, device_named
 from costmodels.errors import AutoparError
 from costmodels.groups import Collective
 from costmodels.memory import FP32_BYTES, outside_allocator_bytes
+from costmodels.operators import OperatorClass, operator_seconds
 from costmodels.schedules import Queue
 from passes.cutting import Cutter, Uncut
 from passes.graph import Value
@@ -92,6 +93,7 @@ DEVICES: Mapping[str, tuple[str, float | None]] = {
 # FlashAttention "reaching only 25-40% of the theoretical maximum FLOPs/s", its successor 50 to 73 % (arXiv 2307.08691)
 FLASH_ATTENTION_1 = 0.55
 ATTENTION = "aten.scaled_dot_product_attention.default"
+METRIC_BYTES = 14  # per logit: a cast to fp32, and log-softmax of that
 MEMORY_KINDS = ("allocated", "reserved", "smi")
 T = TypeVar("T")
 
@@ -103,6 +105,7 @@ class Stack:
     attention: float = 1.0  # times the speed of the attention kernels in the catalogue
     fused_gate: bool = False  # keeps what goes into a gated activation and what comes out, nothing between
     loss: str = "plain"  # as in Shape
+    metrics: int = 0  # cross-entropies that are computed beside the loss, after the backward, in fp32
     stages: str = "even"  # how layers are dealt out to the stages of a pipeline, one of SPLITS
     copies_heads: bool = False  # keys and values are copied out of what is kept with the queries
     regathers: bool = False  # what is gathered along the sequence is gathered again for the backward, not kept
@@ -159,8 +162,9 @@ MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128, loss=
 # What public code says of a framework; the first whose name is in a record's.
 STACKS: Mapping[str, Stack] = {
     # scripts/train/benchmarking/submit_benchmarks.py: attn_impl = "triton", the kernel of FlashAttention 1;
-    # models/mpt/modeling_mpt.py: loss_fn = "fused_crossentropy"
-    "llm-foundry": Stack(attention=FLASH_ATTENTION_1, loss="fused"),
+    # models/mpt/modeling_mpt.py: loss_fn = "fused_crossentropy"; train_metrics, a cross-entropy and a perplexity,
+    # which Composer's trainer updates after the backward of every microbatch (_eval_train_metrics)
+    "llm-foundry": Stack(attention=FLASH_ATTENTION_1, loss="fused", metrics=2),
     # solver/optimizer/hybrid_zero_optim.py reduces gradients as they are; model/losses: flash_attn's cross-entropy
     "InternEvo": Stack(loss="fused", gradient_bytes=2, reduced_bytes=2),
     # as Megatron-LM; DeepSpeed's runtime/pipe/engine.py reduces after all microbatches, and sends partitioned tensors
@@ -525,6 +529,7 @@ class Planned:
     problem: Problem
     variant: Variant
     by_rank: tuple[int, ...]  # the peak bytes of live tensors of each pp rank
+    metrics_bytes: int  # that metrics move in a step
 
     @property
     def flat_bytes(self) -> int:
@@ -544,7 +549,9 @@ class Planned:
         problem, old = replace(self.problem, cluster=cluster), self.variant.settled
         axis = Axis.of(cluster, "tp", old.pair.tp, 1)
         settled = settle(problem, old.pair, replace(old.lowered.sharding, axis=axis))
-        return step_seconds(problem, replace(self.variant, settled=settled))
+        step = step_seconds(problem, replace(self.variant, settled=settled))
+        metrics_s = operator_seconds(OperatorClass.LOSS, 0.0, self.metrics_bytes, "fp32", cluster.device)
+        return replace(step, compute=step.compute + metrics_s) if self.metrics_bytes else step
 
 
 @dataclass(frozen=True)
@@ -586,7 +593,10 @@ def planned(run_: Run, fused: bool) -> Planned:
     searched.regathers, searched.copies_heads = stack.regathers, stack.copies_heads
     searched.split = partial(SPLITS[stack.stages], run_.shape)
     found = searched.run()
-    return Planned(problem, found.best.variant, tuple(held.peak for held in found.by_rank))
+    variant = found.best.variant
+    logits = run_.global_batch // variant.settled.pair.dp * run_.shape.sequence * run_.shape.vocab  # of a rank
+    moved = stack.metrics * METRIC_BYTES * logits // variant.settled.pair.tp
+    return Planned(problem, variant, tuple(held.peak for held in found.by_rank), moved)
 
 
 def seconds(run_: Run, scalars: Scalars) -> float:

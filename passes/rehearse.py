@@ -350,6 +350,9 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     """A layer, the same layer recomputed, and how it looks from outside."""
     tracker = Tracker()
     tracker.ignore(*inputs, *layer.parameters(), *layer.buffers())
+    with tracker, saved_tensors_hooks(lambda tensor: None, lambda tensor: tensor):  # as recompute runs it first
+        layer(*inputs)
+    keeps_nothing = tracker.stretch()
     for parameter in layer.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(tracker.complete)
@@ -395,6 +398,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     again = sum(given.values()) + needed
     recomputed = replace(
         plain,
+        forward_peak_bytes=keeps_nothing.peak_bytes,
         saved_bytes=_bytes(t for t in inputs if t.untyped_storage()._cdata not in packed),  # it keeps all of them
         backward_peak_bytes=max(again, plain.backward_peak_bytes),
         passing_peak_bytes=max(again, plain.passing_peak_bytes),

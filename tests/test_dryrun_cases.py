@@ -76,11 +76,16 @@ def first_rank(state: Any, stage: int) -> int:
 def check(state: Any, folder: Path) -> None:
     written(folder, state)
     for stage in range(state.plan.mesh.pp):
-        found: DryRun = in_a_child(dryrun, folder, first_rank(state, stage))
+        first = first_rank(state, stage)
+        found: DryRun = in_a_child(dryrun, folder, first)
         assert found.as_planned, found.text
         sent = {(one.name, one.axis): one.full_bytes for one in found.traffic}
         assert sent == {(one.name, one.axis): one.full_bytes for one in found.predicted_traffic}, found.text
-        assert abs(found.predicted_bytes / found.peak_bytes - 1) <= TOLERANCE, found.text
+        fullest = found
+        if found.predicted_bytes > found.peak_bytes * (1 + TOLERANCE):  # a rank with less may have to fill it up
+            others = (in_a_child(dryrun, folder, first + tp) for tp in range(1, state.plan.mesh.tp))
+            fullest = max((found, *others), key=lambda one: one.peak_bytes)
+        assert abs(fullest.predicted_bytes / fullest.peak_bytes - 1) <= TOLERANCE, fullest.text
 
 
 @pytest.mark.timeout(400)  # of the tiny encoder-decoder, the programme may take its whole minute
@@ -113,7 +118,8 @@ def measured(gloo: Pool, model: str, state: Any) -> list[int]:
     for rank in range(state.plan.mesh.dp):
         first, rows = program.own_rows(rank)
         shares.append([tensors[i.name][first : first + rows] if i.rows else tensors[i.name] for i in program.inputs])
-    found = gloo.run(state.plan.mesh.devices, measure, state.program, buffers(state), shares)
+    held = {name: buffer.detach() for name, buffer in state.task.model.named_buffers()} | buffers(state)
+    found = gloo.run(state.plan.mesh.devices, measure, state.program, held, shares)
     return [one.peak for one in found]
 
 
