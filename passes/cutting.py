@@ -58,6 +58,11 @@ class Uncut:
     schedule: str
     virtual_stages: int  # per rank
     room_bytes: float  # what a rank's stages may fill
+    short_bytes: tuple[float, ...] = ()  # of each rank, how much less: it was found to hold more than is estimated
+
+    def room(self, rank: int) -> float:
+        """What the stages of a rank may fill."""
+        return self.room_bytes - (self.short_bytes[rank] if self.short_bytes else 0.0)
 
     @classmethod
     def of(cls, variant: Variant, room_bytes: float) -> Uncut:
@@ -157,6 +162,19 @@ class Cutter:
         ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
         return self._recomputed(uncut, list(pairwise((0, *ends))))
 
+    def held(self, uncut: Uncut, cuts: Sequence[int], again: Sequence[Sequence[int]]) -> list[float]:
+        """The estimate of what each rank holds if stages between these cuts recompute so many layers, per block."""
+        ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
+        spans, states_of = list(pairwise((0, *ends))), self._states_of(uncut)
+        found = []
+        for own, flying in zip(uncut.by_rank, uncut.in_flight(self.problem.global_batch), strict=True):
+            elements = sum(self.elements[spans[k][1]] - self.elements[spans[k][0]] for k in own)
+            freed = sum(n * one for k in own for n, one in zip(again[k], self.freed, strict=True))
+            kept = sum(self._kept(*spans[k]) for k in own) - freed
+            ending = self.ending if spans[own[-1]][1] == ends[-1] else 0
+            found.append(states_of(flying) * elements + flying * kept + self.transient + ending)
+        return found
+
     def _recomputed(self, uncut: Uncut, spans: Sequence[Span]) -> list[list[int]] | None:
         """The same of stages by where they start and end in pieces."""
         enough = self._by_rank(uncut)
@@ -170,14 +188,14 @@ class Cutter:
 
     def _by_rank(self, uncut: Uncut) -> Callable[[int, Sequence[Span]], list[list[int]] | None]:
         """What a rank must recompute in each of its stages; None where it cannot fit."""
-        state_bytes, blocks = self._state_bytes(uncut), len(self.layers)
+        states_of, blocks = self._states_of(uncut), len(self.layers)
         in_flight = uncut.in_flight(self.problem.global_batch)
         last = len(self.positions) + 1
 
         def enough(rank: int, own: Sequence[Span]) -> list[list[int]] | None:
             flying = in_flight[rank]
-            states = state_bytes * sum(self.elements[end] - self.elements[start] for start, end in own)
-            excess = states + self.transient + flying * sum(self._kept(*span) for span in own) - uncut.room_bytes
+            states = states_of(flying) * sum(self.elements[end] - self.elements[start] for start, end in own)
+            excess = states + self.transient + flying * sum(self._kept(*span) for span in own) - uncut.room(rank)
             excess += self.ending if own[-1][1] == last else 0
             found = [[0] * blocks for _ in own]
             for b, k in product(self.order, range(len(own))):
@@ -217,7 +235,7 @@ class Cutter:
         for one in flying:
             flown += one * min(left, share)
             left -= min(left, share)
-        held = self._state_bytes(uncut) * self.elements[-1] + flown * self._kept(0, len(self.positions) + 1)
+        held = self._states_of(uncut)(flying[0]) * self.elements[-1] + flown * self._kept(0, len(self.positions) + 1)
         excess = held - uncut.pair.pp * uncut.room_bytes
         seconds = 0.0
         for b in self.order:
@@ -232,13 +250,13 @@ class Cutter:
         """What a stage must recompute, from its number, start and end in pieces; None where it cannot fit."""
         in_flight = uncut.in_flight(self.problem.global_batch)
         flying = [in_flight[rank] for rank in uncut.ranks]
-        room = (uncut.room_bytes - self.transient) / uncut.virtual_stages
-        state_bytes = self._state_bytes(uncut)
+        rooms = [(uncut.room(rank) - self.transient) / uncut.virtual_stages for rank in uncut.ranks]
+        states_of = self._states_of(uncut)
 
         def need(stage: int, start: int, end: int) -> list[int] | None:
-            held = state_bytes * (self.elements[end] - self.elements[start])
+            held = states_of(flying[stage]) * (self.elements[end] - self.elements[start])
             held += self.ending if end == len(self.positions) + 1 else 0
-            excess = held + flying[stage] * self._kept(start, end) - room
+            excess = held + flying[stage] * self._kept(start, end) - rooms[stage]
             again = list(self._layers(start, end))
             for b in self.order:
                 again[b] = self._enough(uncut, b, again[b], flying[stage], excess)
@@ -351,15 +369,21 @@ class Cutter:
                 best, high = found, middle
         return best, low
 
-    def _state_bytes(self, uncut: Uncut) -> float:
-        """What the engine holds of each parameter element (costmodels/memory.py)."""
+    def _states_of(self, uncut: Uncut) -> Callable[[float], float]:
+        """What the engine holds of each parameter element with so many microbatches in flight (costmodels/memory.py).
+
+        Where all of them are, no gradients are there yet.
+        """
         states = FP32_BYTES * OPTIMIZER_COSTS[self.problem.optimizer].states
-        c, n = self.problem.compute_bytes, uncut.shards
+        c, n, m = self.problem.compute_bytes, uncut.shards, uncut.pair.microbatches(self.problem.global_batch)
         if n == 1 and self.problem.precision == "fp32":
-            waits = uncut.pair.dp > 1 and uncut.pair.microbatches(self.problem.global_batch) > 1
-            return FP32_BYTES * (3 if waits else 2) + states
-        gradients = FP32_BYTES if uncut.zero < 2 else FP32_BYTES / n
-        return (FP32_BYTES + states) / n + gradients + (c if uncut.zero < 3 else 0)
+            buckets = FP32_BYTES * (uncut.pair.dp > 1)
+            gradients: float = FP32_BYTES * (m > 1 or not buckets)
+            held: float = FP32_BYTES + states + buckets
+        else:
+            gradients = FP32_BYTES if uncut.zero < 2 else FP32_BYTES / n
+            held = (FP32_BYTES + states) / n + (c if uncut.zero < 3 else 0)
+        return lambda flying: held + (gradients if flying < m else 0)
 
     def _pieces(self) -> list[Piece]:
         root, settled = self.settled.lowered.root, self.settled

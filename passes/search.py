@@ -24,7 +24,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -76,10 +76,9 @@ def size(bytes_: float) -> str:
 
 PIPELINES_SHARDED_FINER = 1  # of each tp and microbatch: it is dear, and most are in vain
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
-CORRECTION = 1.05  # times what a pipeline holds too much, when it is cut again
-LEAST_CORRECTION = 0.01  # times the limit
-TIGHTEST = 0.8  # times the limit, for which a pipeline is cut
+CORRECTIONS = 12  # of one pipeline
 ROOMY = 1.05  # times the limit: where stages are not rehearsed yet, what they hold is known to a few percent
+ROOMIER = 1.3  # times the limit: where nothing fits otherwise
 UNEVEN = 1.25  # times an even share of the work, in a bound
 RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
@@ -96,7 +95,7 @@ class Candidate:
     played: bool = True  # of a pipeline, whether its schedule was; else the seconds are a bound
     own: bool = True  # whether the sharding was solved for its mesh
     recompute_s: float = 0.0  # beside them, what memory asks for at least
-    room_bytes: float = math.inf  # for which a pipeline was cut
+    uncut: Uncut | None = None  # what was cut by a rule
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,10 @@ class Search:
         self.cutters: dict[int, Cutter] = {}
         self.finer: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # under a memory budget
         self.sharded_finer: Counter[tuple[int, int]] = Counter()  # by tp and microbatch, for pipelines
-        self.least_room: dict[tuple[int, Uncut], float] = defaultdict(lambda: math.inf)  # for which one was cut again
+        self.corrected: dict[tuple[int, Uncut], set[Uncut]] = defaultdict(set)  # what was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.ruled_s = math.inf  # at least, of the fastest pipeline of whose cuts or shardings not all were tried
+        self.left: list[tuple[float, Uncut]] = []  # of which no cut fits by the estimate
         self.refused: list[str] = []  # why ways of cutting were not taken
 
     def push(self, seconds: float, item: object) -> None:
@@ -195,7 +195,11 @@ class Search:
         Past the deadline only what is priced already is looked at, as long as there is some.
         """
         left_s = math.inf  # what is no longer looked at takes at least
-        while self.queue:
+        while self.queue or self.left:
+            if not self.queue:  # before nothing fits, what by the estimate does not is tried
+                for bound, uncut in self.left:
+                    self.push(bound, uncut)
+                self.left = []
             bound, _, item = heapq.heappop(self.queue)
             if isinstance(item, Candidate) and item.bytes is not None:
                 return item, min(bound, left_s)
@@ -335,8 +339,11 @@ class Search:
         self.visited += 1
         if not self.cutter(settled).tries_all(item.count):
             self.ruled_s = min(self.ruled_s, bound)
-        if not self.queue_cuts(item, settled, own=False) and pair.tp > 1:
-            self.shard_finer(item, settled, bound)
+        if not self.queue_cuts(item, settled, own=False):
+            if item.room_bytes < ROOMIER * self.limit:
+                self.left.append((bound, replace(item, room_bytes=ROOMIER * self.limit)))
+            if pair.tp > 1:
+                self.shard_finer(item, settled, bound)
 
     def shard_finer(self, item: Uncut, settled: Settled, bound: float) -> None:
         """Queue a pipeline whose ranks cannot hold the fastest sharding, under another: not each that there may be."""
@@ -398,7 +405,7 @@ class Search:
                 more = step_seconds(self.problem, again, play=False).total - seconds.total
             if played:
                 seconds = step_seconds(self.problem, variant)
-            self.push_unfitted(Candidate(variant, seconds, None, "", played, own, more, item.room_bytes))
+            self.push_unfitted(Candidate(variant, seconds, None, "", played, own, more, item))
             found = True
         return found
 
@@ -413,7 +420,8 @@ class Search:
         if settled.lowered is variant.settled.lowered:
             self.push_unfitted(replace(one, own=True))
         else:
-            self.queue_cuts(Uncut.of(variant, one.room_bytes), settled, played=True)
+            assert one.uncut is not None, "only what was cut is played"
+            self.queue_cuts(one.uncut, settled, played=True)
 
     def cutter(self, settled: Settled) -> Cutter:
         key = id(settled.lowered)
@@ -569,19 +577,14 @@ class Search:
     def fit(self, candidate: Candidate) -> None:
         """Queue the candidate with its memory; where it does not fit, queue what would make it fit."""
         variant = candidate.variant
-        held = self.bytes_of(variant)
+        by_rank = rank_bytes(self.problem, variant, self.rehearsed(variant))
+        held = max(by_rank, key=lambda one: one.peak)
         if held.peak <= self.limit:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
         self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
-        ruled = variant.staging is not None and not self.cutter(variant.settled).tries_all(len(variant.stages))
-        if ruled and TIGHTEST * self.limit < candidate.room_bytes < math.inf:
-            # the estimate by which it was cut is corrected by what the rehearsal found
-            room = candidate.room_bytes - max(CORRECTION * (held.peak - self.limit), LEAST_CORRECTION * self.limit)
-            same = id(variant.settled.lowered), Uncut.of(variant, math.inf)
-            if room < self.least_room[same]:  # else what is cut for less was queued by now
-                self.least_room[same] = room
-                self.queue_cuts(Uncut.of(variant, room), variant.settled, played=True)
+        if candidate.uncut is not None and not self.cutter(variant.settled).tries_all(len(variant.stages)):
+            self.correct(candidate.uncut, variant, [one.peak for one in by_rank])
         if "recompute" not in self.problem.fix:
             less = self.recomputed(variant)
             if less is not None:
@@ -597,6 +600,21 @@ class Search:
             self.shard_finer(Uncut.of(variant, self.limit), variant.settled, bound)
         else:
             self.push(bound, Finer(most))
+
+    def correct(self, uncut: Uncut, variant: Variant, peaks: Sequence[int]) -> None:
+        """Cut a pipeline again where the estimate by which it was cut is corrected by what its ranks really hold."""
+        assert variant.staging is not None, "only a pipeline is cut"
+        cutter = self.cutter(variant.settled)
+        estimated = cutter.held(uncut, variant.staging.cuts, variant.recompute_by_stage)
+        short = tuple(
+            uncut.room_bytes - (self.limit + expected - peak if peak > self.limit else uncut.room(rank))
+            for rank, (expected, peak) in enumerate(zip(estimated, peaks, strict=True))
+        )
+        again = replace(uncut, short_bytes=short)
+        known = self.corrected[id(variant.settled.lowered), replace(uncut, short_bytes=())]
+        if len(known) < CORRECTIONS and again not in known:
+            known.add(again)
+            self.queue_cuts(again, variant.settled, played=True)
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed on each pp rank that fits; first what frees most per second."""
