@@ -19,7 +19,8 @@ class Shape:
     """What a decoder looks like.
 
     Fused attention writes no probabilities down, a fused gate nothing but its result. Of the loss, `fused` keeps the
-    logits alone, as they are; `in_place` probabilities in fp32, whose gradients take their place; `plain` is PyTorch's.
+    logits alone, as they are; `in_place` probabilities in fp32, whose gradients take their place; `plain` is PyTorch's,
+    and `shifted` the same of copies in fp32 without the last row. A composite norm is made of operators in fp32.
     """
 
     layers: int
@@ -36,6 +37,7 @@ class Shape:
     fused: bool
     fused_gate: bool
     loss: str
+    composite_norm: bool
 
 
 class Attention(nn.Module):
@@ -93,11 +95,29 @@ class FeedForward(nn.Module):
         return out
 
 
+class CompositeNorm(nn.Module):
+    """RMSNorm as transformers writes it (models/llama/modeling_llama.py)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.float32)
+        precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * precise.to(x.dtype)
+
+
+def norm(shape: Shape) -> nn.Module:
+    if not shape.gated:
+        return nn.LayerNorm(shape.hidden)
+    return CompositeNorm(shape.hidden) if shape.composite_norm else nn.RMSNorm(shape.hidden)
+
+
 class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
-        self.before_attention, self.before_ffn = norm(shape.hidden), norm(shape.hidden)
+        self.before_attention, self.before_ffn = norm(shape), norm(shape)
         self.attention, self.ffn = Attention(shape), FeedForward(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -106,7 +126,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [rows, sequence] to logits [rows, sequence, vocab], or to the loss of each row if that is not plain."""
+    """Token ids [rows, sequence] to logits [rows, sequence, vocab], or to the loss of each row where one stands in."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -114,7 +134,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.learned_positions, shape.hidden) if shape.learned_positions else None
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = (nn.RMSNorm if shape.gated else nn.LayerNorm)(shape.hidden)
+        self.norm = norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.embedding.weight
@@ -129,7 +149,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, self.cos, self.sin, self.mask)
         logits: Tensor = self.head(self.norm(x))
-        return logits if self.shape.loss == "plain" else STAND_INS[self.shape.loss](logits)
+        return STAND_INS[self.shape.loss](logits) if self.shape.loss in STAND_INS else logits
 
 
 # Of each row; not cross-entropy, but they keep and move what such kernels of it do.
@@ -147,6 +167,15 @@ def of_rows(losses: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def next_token(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The loss of predicting every next token."""
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def shifted(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The same of labels that are not shifted yet."""
+    predicted, labels = logits.float()[:, :-1].contiguous(), batch["labels"][:, 1:].contiguous()
+    return F.cross_entropy(predicted.flatten(0, 1), labels.flatten())
+
+
+LOSSES: Mapping[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {"plain": next_token, "shifted": shifted}
 
 
 def deepened(program: Blocked, layers: int) -> Blocked:

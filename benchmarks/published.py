@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
-from decoder import Decoder, Shape, deepened, next_token, of_rows
+from decoder import LOSSES, Decoder, Shape, deepened, of_rows
 
 from costmodels.cluster import EXPECTED_COMMUNICATORS, Cluster
 from costmodels.devices import GIB, LAUNCH_S, Coefficients, device_named
@@ -105,6 +105,7 @@ class Stack:
     attention: float = 1.0  # times the speed of the attention kernels in the catalogue
     fused_gate: bool = False  # keeps what goes into a gated activation and what comes out, nothing between
     loss: str = "plain"  # as in Shape
+    composite_norm: bool = False  # as in Shape
     metrics: int = 0  # cross-entropies that are computed beside the loss, after the backward, in fp32
     stages: str = "even"  # how layers are dealt out to the stages of a pipeline, one of SPLITS
     copies_heads: bool = False  # keys and values are copied out of what is kept with the queries
@@ -139,7 +140,9 @@ class Run:
     sequence_parallel: bool | None
     core_again: bool  # attention is not fused, and its core recomputed
     stated: bool  # nothing of it is unknown or flagged
+    flagged: bool  # the data doubt it
     topology: str  # runs of one model on one cluster are ranked among themselves
+    grid: str  # and those of one model on all, where no doubt is cast on them
 
 
 @dataclass
@@ -165,24 +168,29 @@ STACKS: Mapping[str, Stack] = {
     # models/mpt/modeling_mpt.py: loss_fn = "fused_crossentropy"; train_metrics, a cross-entropy and a perplexity,
     # which Composer's trainer updates after the backward of every microbatch (_eval_train_metrics)
     "llm-foundry": Stack(attention=FLASH_ATTENTION_1, loss="fused", metrics=2),
-    # solver/optimizer/hybrid_zero_optim.py reduces gradients as they are; model/losses: flash_attn's cross-entropy
-    "InternEvo": Stack(loss="fused", gradient_bytes=2, reduced_bytes=2),
-    # as Megatron-LM; DeepSpeed's runtime/pipe/engine.py reduces after all microbatches, and sends partitioned tensors
-    "Megatron-DeepSpeed": replace(MEGATRON, overlaps=False, sends_parts=True),
+    # solver/optimizer/hybrid_zero_optim.py reduces gradients as they are; model/losses/ce_loss.py: inplace_backward, on
+    # logits that core/naive_amp.py casts to fp32; core/parallel/shard.py: the last stages have the layers that are left
+    "InternEvo": Stack(loss="in_place", stages="last_more", gradient_bytes=2, reduced_bytes=2),
+    # as Megatron-LM, but for the gate (model/transformer.py); DeepSpeed's runtime/pipe/engine.py reduces after all
+    # microbatches and sends partitioned tensors; partition_balanced in runtime/utils.py fills one stage after the other
+    "Megatron-DeepSpeed": replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True, stages="filled"),
+    "GPT-NeoX": replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True),  # its engine, and mpu's loss
     # training.py, arguments.py: reduces after all microbatches unless asked (overlap_grad_reduce), and sends parts
     # (scatter_gather_tensors_in_pipeline)
     "Megatron-LM": replace(MEGATRON, overlaps=False, sends_parts=True),
     # Megatron-Core and what is built on it, whose recipes ask for overlap
     "Megatron": MEGATRON,
     "NeMo": MEGATRON,
-    # lit_gpt: FusedCrossEntropyLoss, xformers' SwiGLU
-    "lit-gpt": Stack(fused_gate=True, loss="fused"),
-    # runtime/zero: communication_data_type is that of the model
+    # TinyLlama's fused_cross_entropy.py: inplace_backward, on logits that Fabric casts to fp32; Fabric's
+    # plugins/precision/fsdp.py: bf16-mixed reduces in bf16
+    "lit-gpt": Stack(loss="in_place", reduced_bytes=2),
+    # runtime/engine.py: gradients are accumulated and reduced in the dtype of the model
     "DeepSpeed": Stack(gradient_bytes=2, reduced_bytes=2),
     "torchtitan": Stack(copies=True),  # the fully_shard that our programs have too
     # models/base.py, build_model: blocks by their cost; parallel/tensor_parallel/functional.py: a loss in place;
-    # models/llama.py: queries are a view of all three, keys and values are concatenated anew
-    "nanotron": Stack(loss="in_place", stages="by_cost", copies_heads=True),
+    # models/llama.py: queries are a view of all three, keys and values are concatenated anew; trainer.py: with ZeRO and
+    # gradients in fp32 these are reduced after all microbatches; optim/gradient_accumulator.py: beside those in bf16
+    "nanotron": Stack(loss="in_place", stages="by_cost", copies_heads=True, overlaps=False, gradient_bytes=6),
     # policies/mixed_precision.py: bfSixteen reduces in bf16
     "fms-fsdp": Stack(reduced_bytes=2),
 }
@@ -254,6 +262,7 @@ def read(record: Mapping[str, Any]) -> Run:
         fused=fused is not False,
         fused_gate=stack.fused_gate,
         loss=stack.loss,
+        composite_norm=stack.composite_norm,
     )
     if shape.hidden % heads and not model.get("head_dim"):
         raise Skipped("heads do not divide the hidden size")
@@ -280,7 +289,9 @@ def read(record: Mapping[str, Any]) -> Run:
         sequence_parallel=record.get("sequence_parallel") if tp > 1 else None,
         core_again=core_again,
         stated=fused is not None and not record.get("known_issues"),
+        flagged=bool(record.get("known_issues")),
         topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, {record['num_gpus']} {gpu}",
+        grid=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, every cluster",
     )
 
 
@@ -295,6 +306,12 @@ def stack_of(record: Mapping[str, Any]) -> Stack:
     stack = next((stack for name, stack in STACKS.items() if name in framework), Stack())
     if "fused cross-entropy" in said:
         stack = replace(stack, loss="fused")
+    if framework.startswith("DeepSpeed") and record["zero_stage"] in (1, 2):
+        stack = replace(stack, overlaps=False)  # runtime/zero/config.py: overlap_comm is for stage 3, unless asked for
+    if "(HF model)" in framework:  # transformers, models/llama/modeling_llama.py, until 4.45
+        stack = replace(stack, loss="shifted", composite_norm=True)
+    if "embeddings counted as layers" in said:
+        stack = replace(stack, stages="even")
     if record.get("torch_compile"):
         stack = replace(stack, fused_gate=True)
     if record["precision"] == "fp16":
@@ -370,7 +387,7 @@ def captured(shape: Shape, rows: int) -> State:
         model = Decoder(replace(shape, layers=FEW))
     ids = torch.empty(rows, shape.sequence, dtype=torch.long, device="meta")
     anywhere = Cluster.preset("8xh100")
-    loss = next_token if shape.loss == "plain" else of_rows
+    loss = LOSSES.get(shape.loss, of_rows)
     task = Task(model, {"ids": ids, "labels": ids}, loss, anywhere, rows, "bf16", "adamw", {})
     state = run(PIPELINE[:4], State(task, lambda text: None, lambda: False))
     assert state.blocked is not None, "BLOCKS has run"
@@ -404,7 +421,24 @@ def by_cost(shape: Shape, count: int) -> list[int]:
     return ends
 
 
-SPLITS: Mapping[str, Callable[[Shape, int], list[int]]] = {"even": even, "by_cost": by_cost}
+def last_more(shape: Shape, count: int) -> list[int]:
+    """The same if the last stages have more where they do not divide."""
+    least, more = divmod(shape.layers, count)
+    return list(accumulate(least + (k >= count - more) for k in range(count - 1)))
+
+
+def filled(shape: Shape, count: int) -> list[int]:
+    """The same if stages are filled one after the other with as many as the largest must have."""
+    most = -(-shape.layers // count)
+    return [min(most * (k + 1), shape.layers - (count - 1 - k)) for k in range(count - 1)]
+
+
+SPLITS: Mapping[str, Callable[[Shape, int], list[int]]] = {
+    "even": even,
+    "by_cost": by_cost,
+    "last_more": last_more,
+    "filled": filled,
+}
 
 
 class Dealt(Cutter):
@@ -788,7 +822,9 @@ def held_gib(row: Row) -> float | None:
 def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Counter[str]]) -> None:
     prior, fitted = (lambda row: row.prior.total), (lambda row: None if row.calibration else row.calibrated_s)
     print("Time, % of the measured (cal: after one scalar per source and GPU, the calibration row left out)")
-    print(f"{'source':30}{'GPU':22}{'rows':>5}{'MAPE':>8}{'median':>8}{'bias':>8}{'MAPE cal':>10}{'bias cal':>10}")
+    print("unflagged: the same of rows on which the data cast no doubt")
+    head = f"{'source':30}{'GPU':22}{'rows':>5}{'MAPE':>8}{'median':>8}{'bias':>8}{'MAPE cal':>10}{'bias cal':>10}"
+    print(f"{head}{'unflagged':>11}{'MAPE cal':>10}")
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.run.source, row.run.gpu].append(row)
@@ -796,9 +832,11 @@ def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Count
     table = [*sorted(groups.items()), ((f"all >= {LARGE:g} B, fully stated", ""), large), (("all", ""), list(rows))]
     for (source, gpu), group in table:
         before, after = errors(group, prior), errors(group, fitted)
+        trusted = errors([row for row in group if not row.run.flagged], fitted)
         print(
             f"{source:30}{gpu:22}{len(before):5}{percent(before, mape)}{percent(before, median_error)}"
             f"{percent(before, statistics.fmean)}{percent(after, mape):>10}{percent(after, statistics.fmean):>10}"
+            f"{len(trusted):11}{percent(trusted, mape):>10}"
         )
     print(
         "\nRanking (Spearman; regret: how much slower the predicted best is than the best), 5 rows of one model or more"
@@ -806,6 +844,8 @@ def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Count
     topologies: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         topologies[row.run.topology].append(row)
+        if not row.run.flagged:
+            topologies[row.run.grid].append(row)
     for topology, group in sorted(topologies.items()):
         for name, of in (("priors", prior), ("calibrated", fitted)):
             if (found := ranking(group, of)) is not None:

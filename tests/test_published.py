@@ -16,7 +16,9 @@ from published import (
     by_cost,
     calibration_rows,
     even,
+    filled,
     fitted_scalars,
+    last_more,
     planned,
     price,
     read,
@@ -79,6 +81,9 @@ def test_a_record_becomes_a_run():
 def test_layers_are_dealt_out_evenly_or_by_what_they_cost():
     shape = read(record()).shape  # a layer has 4 * 256 + 3 * 1024 columns, the head 1,000: a quarter of one
     assert even(shape, 2) == [2] and even(replace(shape, layers=6), 4) == [1, 3, 5]
+    uneven = replace(shape, layers=78)
+    assert filled(uneven, 12) == [7 * (k + 1) for k in range(11)]
+    assert last_more(uneven, 12)[:7] == [6, 12, 18, 24, 30, 36, 43]
     assert by_cost(shape, 2) == [3] and by_cost(replace(shape, vocab=20000), 4) == [3, 5]
 
 
