@@ -147,6 +147,10 @@ class Engine:
         if self.kind is Kind.SHARDS and self.stage == 3:
             self.whole -= self.compute_bytes * unit.elements
 
+    def add_late(self, unit: Unit) -> None:
+        """Gradients of a unit that came in the compute dtype are added to those in fp32."""
+        self.gradients += (self.gradient_bytes * self.first - self.compute_bytes) * unit.trained
+
     def turn(self, following: Unit | None) -> None:
         """The loss is there; the root's backward begins. `following` is the unit whose backward comes next."""
         self.gathering = 0

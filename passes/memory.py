@@ -359,12 +359,15 @@ class _Passes:
             return watch.fullest()
         gathered = now.gathered if work is Work.FORWARD else None
         watch = _Watch(self.engine(first=now.first, last=now.last, gathered=gathered))
+        watch.engine.gradients += now.fresh * self.fresh_bytes
         self.forward(watch)
         if work is Work.FORWARD:
             return watch.fullest()
         watch.peak = None
-        watch.engine.gradients += now.fresh * self.fresh_bytes
-        {Work.BACKWARD: self.backward, Work.INPUT: self.inputs, Work.WEIGHT: self.weights}[work](watch)
+        if work is Work.INPUT:
+            self.inputs(watch, now)
+        else:
+            (self.backward if work is Work.BACKWARD else self.weights)(watch)
         return watch.fullest()
 
     def resting(self, now: _Progress) -> StaticBytes:
@@ -423,8 +426,11 @@ class _Passes:
             see(0)
         engine.rest()
 
-    def inputs(self, watch: _Watch) -> None:
-        """Gradients of inputs alone: all that was saved stays, and what gradients of weights are made of comes."""
+    def inputs(self, watch: _Watch, now: _Progress) -> None:
+        """Gradients of inputs alone: all that was saved stays, and what gradients of weights are made of comes.
+
+        Layer by layer fully_shard adds, in fp32, what gradients of weights it has not seen.
+        """
         root, split, live = self.root, self.split, self.inside
         watch.engine.turn(None)
         self.behind(watch, split.inputs[0].peak_bytes)
@@ -435,6 +441,8 @@ class _Passes:
                 watch.see(live + stretch.live_bytes, stretch.peak_bytes - stretch.live_bytes)
             watch.see(live + stretch.live_bytes, layer.input_peak_bytes - saved)
             live += layer.waiting_bytes - saved
+            if now.fresh:
+                watch.engine.add_late(self.units[call])
         watch.see(live, split.inputs[-1].peak_bytes)
 
     def weights(self, watch: _Watch) -> None:
