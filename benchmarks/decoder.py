@@ -19,7 +19,7 @@ class Shape:
     """What a decoder looks like.
 
     Fused attention writes no probabilities down, a fused gate nothing but its result. Of the loss, `fused` keeps the
-    logits alone, as they are; `in_place` probabilities in fp32, whose gradients take their place; `plain` is PyTorch's,
+    logits alone, as they are; `in_place` probabilities in fp32, with one copy more for a moment; `plain` is PyTorch's,
     and `shifted` the same of copies in fp32 without the last row. A composite norm is made of operators in fp32.
     """
 
@@ -152,7 +152,8 @@ class Decoder(nn.Module):
         return STAND_INS[self.shape.loss](logits) if self.shape.loss in STAND_INS else logits
 
 
-# Of each row; not cross-entropy, but they keep and move what such kernels of it do.
+# Of each row; not cross-entropy, but they keep and move what such kernels of it do. What works in place from the start
+# (Megatron-LM's) never has two of them in fp32; nanotron's, which subtracts first, has.
 STAND_INS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "fused": lambda logits: F.silu(logits).sum((1, 2)),  # keeps its argument, makes the gradient in one pass
     "in_place": lambda logits: logits.float().exp().sum((1, 2)),  # keeps its result

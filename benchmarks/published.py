@@ -46,7 +46,7 @@ from decoder import LOSSES, Decoder, Shape, deepened, of_rows
 
 from costmodels.cluster import EXPECTED_COMMUNICATORS, Cluster
 from costmodels.devices import GIB, LAUNCH_S, Coefficients, device_named
-from costmodels.errors import AutoparError
+from costmodels.errors import AutoparError, BadInput
 from costmodels.groups import Collective
 from costmodels.memory import FP32_BYTES, outside_allocator_bytes
 from costmodels.operators import OperatorClass, operator_seconds
@@ -418,6 +418,8 @@ def by_cost(shape: Shape, count: int) -> list[int]:
     for number, cost in enumerate(costs, 1):
         if len(ends) < count - 1 and cost * count > (len(ends) + 1) * costs[-1]:
             ends.append(number)
+    if len(ends) < count - 1:
+        raise BadInput(f"{count} stages by cost: some would be empty")
     return ends
 
 
@@ -847,6 +849,8 @@ def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Count
         if not row.run.flagged:
             topologies[row.run.grid].append(row)
     for topology, group in sorted(topologies.items()):
+        if topology == group[0].run.grid and len({row.run.topology for row in group}) == 1:
+            continue  # on one cluster
         for name, of in (("priors", prior), ("calibrated", fitted)):
             if (found := ranking(group, of)) is not None:
                 print(f"{topology:62}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")

@@ -142,7 +142,7 @@ HOST_S = 35e-6
 # tr11-176B-ml/chronicles-prequel.md). By themselves: nanoGPT takes a quarter less time with a vocabulary of 50,304 than
 # with 50,257 (A100). On an H100 the last of nanotron's 8 stages, a head of 50,257 and the loss alone, takes 111 ms of
 # 16,384 tokens: 106 TFLOP/s beside what the loss moves. Its matrix units need aligned rows: such products run as on an
-# A100, on more and faster units (0.25 * 240 TFLOP/s * 1.5).
+# A100, on more and faster units (0.25 * 240 TFLOP/s * 1.5 = 90).
 UNALIGNED_AMPERE = 0.25
 UNALIGNED_HOPPER = 0.16
 UNALIGNED_BATCHED = 0.05
@@ -181,7 +181,7 @@ def efficiencies(
     tail_waves: float,
     bandwidth: float,
     loss_bandwidth: float,
-    unaligned: float = UNALIGNED_HOPPER,
+    unaligned: float = UNALIGNED_AMPERE,
 ) -> Efficiencies:
     """The coefficients of a GPU, from the few that are measured on it.
 
@@ -252,7 +252,6 @@ A100_EFFICIENCY = efficiencies(
     tail_waves=0.9,
     bandwidth=0.75,
     loss_bandwidth=0.67,
-    unaligned=UNALIGNED_AMPERE,
 )
 B200_EFFICIENCY = efficiencies(
     Coefficients(peak_fraction=0.505, bandwidth_fraction=2.22, fixed_s=LAUNCH_S),
@@ -260,6 +259,7 @@ B200_EFFICIENCY = efficiencies(
     tail_waves=1.8,
     bandwidth=0.666,
     loss_bandwidth=0.30,
+    unaligned=UNALIGNED_HOPPER,
 )
 # H100: a flat 0.63 reproduces Llama-3.1 405B, 70B and Nemotron on 16 to 2,304 GPUs within 2.3 % on average
 # (NVIDIA/dgxc-benchmarking, branch support/25.05); 0.66 beside a bytes term, as A100 and B200 show.
@@ -271,6 +271,7 @@ H100_EFFICIENCY = efficiencies(
     tail_waves=1.3,
     bandwidth=0.70,
     loss_bandwidth=0.45,
+    unaligned=UNALIGNED_HOPPER,
 )
 
 
@@ -354,6 +355,7 @@ H100_500W = gpu(
         tail_waves=1.3,
         bandwidth=0.70,
         loss_bandwidth=0.45,
+        unaligned=UNALIGNED_HOPPER,
     ),
     driver_names=(),
     source="torchtitan's H100 of 500 W with 96 GB of HBM2e; efficiencies from H100",
@@ -399,6 +401,7 @@ GB200 = gpu(  # a node is one NVLink domain, up to 72 devices
         tail_waves=1.8,
         bandwidth=0.666,
         loss_bandwidth=0.30,
+        unaligned=UNALIGNED_HOPPER,
     ),
     driver_names=("NVIDIA GB200",),
     source="ml-engineering; efficiencies from B200",

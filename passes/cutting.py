@@ -32,6 +32,7 @@ HALVES = 16
 ROUNDS = 4
 MOST_POSITIONS = 400  # where the root can be cut
 Span: TypeAlias = tuple[int, int]  # of a stage, where it starts and ends in pieces
+Moment: TypeAlias = tuple[float, float]  # microbatches in flight, and bytes
 _NOTHING = StageSeconds(0.0, 0.0, 0.0, 0.0)
 
 
@@ -58,11 +59,11 @@ class Uncut:
     schedule: str
     virtual_stages: int  # per rank
     room_bytes: float  # what a rank's stages may fill
-    short_bytes: tuple[float, ...] = ()  # of each rank, how much less: it was found to hold more than is estimated
+    rooms_bytes: tuple[float, ...] = ()  # those of each rank instead, once it was seen how far the estimate is off
 
     def room(self, rank: int) -> float:
         """What the stages of a rank may fill."""
-        return self.room_bytes - (self.short_bytes[rank] if self.short_bytes else 0.0)
+        return self.rooms_bytes[rank] if self.rooms_bytes else self.room_bytes
 
     @classmethod
     def of(cls, variant: Variant, room_bytes: float) -> Uncut:
@@ -165,14 +166,15 @@ class Cutter:
     def held(self, uncut: Uncut, cuts: Sequence[int], again: Sequence[Sequence[int]]) -> list[float]:
         """The estimate of what each rank holds if stages between these cuts recompute so many layers, per block."""
         ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
-        spans, states_of = list(pairwise((0, *ends))), self._states_of(uncut)
+        spans, moments = list(pairwise((0, *ends))), self._moments(uncut)
         found = []
         for own, flying in zip(uncut.by_rank, uncut.in_flight(self.problem.global_batch), strict=True):
             elements = sum(self.elements[spans[k][1]] - self.elements[spans[k][0]] for k in own)
-            freed = sum(n * one for k in own for n, one in zip(again[k], self.freed, strict=True))
-            kept = sum(self._kept(*spans[k]) for k in own) - freed
-            ending = self.ending if spans[own[-1]][1] == ends[-1] else 0
-            found.append(states_of(flying) * elements + flying * kept + self.transient + ending)
+            twice = [(n, one) for k in own for n, one in zip(again[k], self.freed, strict=True) if n]
+            kept = sum(self._kept(*spans[k]) for k in own) - sum(n * one for n, one in twice)
+            beside = self.transient + (self.ending if spans[own[-1]][1] == ends[-1] else 0)
+            beside += max((one for _, one in twice), default=0)
+            found.append(max(states * elements + most * kept for most, states in moments(flying)) + beside)
         return found
 
     def _recomputed(self, uncut: Uncut, spans: Sequence[Span]) -> list[list[int]] | None:
@@ -188,22 +190,34 @@ class Cutter:
 
     def _by_rank(self, uncut: Uncut) -> Callable[[int, Sequence[Span]], list[list[int]] | None]:
         """What a rank must recompute in each of its stages; None where it cannot fit."""
-        states_of, blocks = self._states_of(uncut), len(self.layers)
+        moments, blocks = self._moments(uncut), len(self.layers)
         in_flight = uncut.in_flight(self.problem.global_batch)
         last = len(self.positions) + 1
 
         def enough(rank: int, own: Sequence[Span]) -> list[list[int]] | None:
-            flying = in_flight[rank]
-            states = states_of(flying) * sum(self.elements[end] - self.elements[start] for start, end in own)
-            excess = states + self.transient + flying * sum(self._kept(*span) for span in own) - uncut.room(rank)
-            excess += self.ending if own[-1][1] == last else 0
+            elements = sum(self.elements[end] - self.elements[start] for start, end in own)
+            kept = sum(self._kept(*span) for span in own)
+            room = uncut.room(rank) - self.transient - (self.ending if own[-1][1] == last else 0)
+            excess = self._excess(uncut, moments(in_flight[rank]), elements, kept, room)
             found = [[0] * blocks for _ in own]
             for b, k in product(self.order, range(len(own))):
-                found[k][b] = self._enough(uncut, b, self._layers(*own[k])[b], flying, excess)
-                excess -= found[k][b] * flying * self.freed[b]
-            return found if excess <= 0 else None
+                found[k][b], excess = self._enough(uncut, b, self._layers(*own[k])[b], excess)
+            return found if all(size <= 0 for _, size in excess) else None
 
         return enough
+
+    def _excess(
+        self, uncut: Uncut, moments: Sequence[Moment], elements: int, kept: int, room: float
+    ) -> tuple[Moment, ...]:
+        """What these parameters and microbatches fill beyond so much room, at each moment.
+
+        Where layers must be recomputed, one of them is live beside.
+        """
+        found = tuple((most, states * elements + most * kept - room) for most, states in moments)
+        if all(size <= 0 for _, size in found):
+            return found
+        live = max((one for b, one in enumerate(self.freed) if self._may(uncut, b)), default=0)
+        return tuple((most, size + live) for most, size in found)
 
     @cache  # noqa: B019
     def _layers(self, start: int, end: int) -> tuple[int, ...]:
@@ -220,22 +234,27 @@ class Cutter:
         """Whether layers of a block may run twice."""
         return self._may_recompute[b] and not uncut.split
 
-    def _enough(self, uncut: Uncut, b: int, layers: int, flying: float, excess: float) -> int:
-        """How many of these layers of a block are to be recomputed for so many bytes, of so many microbatches."""
-        freed = flying * self.freed[b]
-        return min(layers, math.ceil(excess / freed)) if excess > 0 and freed > 0 and self._may(uncut, b) else 0
+    def _enough(self, uncut: Uncut, b: int, layers: int, excess: tuple[Moment, ...]) -> tuple[int, tuple[Moment, ...]]:
+        """How many of these layers of a block are to be recomputed for so many bytes, and what is left of these."""
+        over = [(most * self.freed[b], size) for most, size in excess if size > 0]
+        if not over or self.freed[b] <= 0 or not self._may(uncut, b):
+            return 0, excess
+        again = min(layers, max(math.ceil(size / freed) if freed > 0 else layers for freed, size in over))
+        return again, tuple((most, size - again * most * self.freed[b]) for most, size in excess)
 
     def least_again_s(self, uncut: Uncut, share: float) -> float:
         """Seconds of one microbatch, of all ranks, for what must be recomputed, infinite where they cannot hold all.
 
-        However stages are cut, as long as none has more than `share` of what is kept.
+        However stages are cut, as long as none has more than `share` of what is kept. Of a rank, what it holds at any
+        moment is less than it holds at most: the one with most microbatches in flight.
         """
         flying = sorted(uncut.in_flight(self.problem.global_batch))
         left, flown = 1.0, 0.0
         for one in flying:
             flown += one * min(left, share)
             left -= min(left, share)
-        held = self._states_of(uncut)(flying[0]) * self.elements[-1] + flown * self._kept(0, len(self.positions) + 1)
+        (_, states), *_ = self._moments(uncut)(flying[-1])
+        held = states * self.elements[-1] + flown * self._kept(0, len(self.positions) + 1)
         excess = held - uncut.pair.pp * uncut.room_bytes
         seconds = 0.0
         for b in self.order:
@@ -251,17 +270,16 @@ class Cutter:
         in_flight = uncut.in_flight(self.problem.global_batch)
         flying = [in_flight[rank] for rank in uncut.ranks]
         rooms = [(uncut.room(rank) - self.transient) / uncut.virtual_stages for rank in uncut.ranks]
-        states_of = self._states_of(uncut)
+        moments = self._moments(uncut)
 
         def need(stage: int, start: int, end: int) -> list[int] | None:
-            held = states_of(flying[stage]) * (self.elements[end] - self.elements[start])
-            held += self.ending if end == len(self.positions) + 1 else 0
-            excess = held + flying[stage] * self._kept(start, end) - rooms[stage]
+            elements = self.elements[end] - self.elements[start]
+            room = rooms[stage] - (self.ending if end == len(self.positions) + 1 else 0)
+            excess = self._excess(uncut, moments(flying[stage]), elements, self._kept(start, end), room)
             again = list(self._layers(start, end))
             for b in self.order:
-                again[b] = self._enough(uncut, b, again[b], flying[stage], excess)
-                excess -= again[b] * flying[stage] * self.freed[b]
-            return again if excess <= 0 else None
+                again[b], excess = self._enough(uncut, b, again[b], excess)
+            return again if all(size <= 0 for _, size in excess) else None
 
         return need
 
@@ -369,10 +387,11 @@ class Cutter:
                 best, high = found, middle
         return best, low
 
-    def _states_of(self, uncut: Uncut) -> Callable[[float], float]:
-        """What the engine holds of each parameter element with so many microbatches in flight (costmodels/memory.py).
+    def _moments(self, uncut: Uncut) -> Callable[[float], tuple[Moment, ...]]:
+        """Of a rank with so many microbatches in flight at most, how many it has at its fullest moments, and what the
+        engine holds of each parameter element then (costmodels/memory.py).
 
-        Where all of them are, no gradients are there yet.
+        Where all of them are in flight, no gradients are there yet; they are with one less.
         """
         states = FP32_BYTES * OPTIMIZER_COSTS[self.problem.optimizer].states
         c, n, m = self.problem.compute_bytes, uncut.shards, uncut.pair.microbatches(self.problem.global_batch)
@@ -383,7 +402,13 @@ class Cutter:
         else:
             gradients = FP32_BYTES if uncut.zero < 2 else FP32_BYTES / n
             held = (FP32_BYTES + states) / n + (c if uncut.zero < 3 else 0)
-        return lambda flying: held + (gradients if flying < m else 0)
+
+        def of(flying: float) -> tuple[Moment, ...]:
+            if flying < m:
+                return ((flying, held + gradients),)
+            return (flying, held), (flying - 1, held + gradients)
+
+        return of
 
     def _pieces(self) -> list[Piece]:
         root, settled = self.settled.lowered.root, self.settled

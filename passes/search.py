@@ -24,7 +24,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -95,7 +95,7 @@ class Candidate:
     played: bool = True  # of a pipeline, whether its schedule was; else the seconds are a bound
     own: bool = True  # whether the sharding was solved for its mesh
     recompute_s: float = 0.0  # beside them, what memory asks for at least
-    uncut: Uncut | None = None  # what was cut by a rule
+    uncut: Uncut | None = None  # what a pipeline was cut from
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class Search:
         self.cutters: dict[int, Cutter] = {}
         self.finer: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # under a memory budget
         self.sharded_finer: Counter[tuple[int, int]] = Counter()  # by tp and microbatch, for pipelines
+        self.fitted: set[object] = set()
         self.corrected: dict[tuple[int, Uncut], set[Uncut]] = defaultdict(set)  # what was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.ruled_s = math.inf  # at least, of the fastest pipeline of whose cuts or shardings not all were tried
@@ -196,7 +197,7 @@ class Search:
         """
         left_s = math.inf  # what is no longer looked at takes at least
         while self.queue or self.left:
-            if not self.queue:  # before nothing fits, what by the estimate does not is tried
+            if not self.queue:  # before it is said that nothing fits, what does not by the estimate is tried
                 for bound, uncut in self.left:
                     self.push(bound, uncut)
                 self.left = []
@@ -340,8 +341,8 @@ class Search:
         if not self.cutter(settled).tries_all(item.count):
             self.ruled_s = min(self.ruled_s, bound)
         if not self.queue_cuts(item, settled, own=False):
-            if item.room_bytes < ROOMIER * self.limit:
-                self.left.append((bound, replace(item, room_bytes=ROOMIER * self.limit)))
+            if not self.cutter(settled).tries_all(item.count):
+                self.leave(item, bound)
             if pair.tp > 1:
                 self.shard_finer(item, settled, bound)
 
@@ -400,7 +401,8 @@ class Search:
             seconds = step_seconds(self.problem, variant, play=False)
             more = 0.0
             if not full and not cutter.tries_all(item.count):  # where all are tried, no estimate decides
-                least = cutter.recomputed(replace(item, room_bytes=ROOMY * self.limit), cuts)
+                roomy = item if item.rooms_bytes else replace(item, room_bytes=max(item.room_bytes, ROOMY * self.limit))
+                least = cutter.recomputed(roomy, cuts)
                 again = full_recompute(variant) if least is None else with_recompute(variant, least)
                 more = step_seconds(self.problem, again, play=False).total - seconds.total
             if played:
@@ -577,14 +579,17 @@ class Search:
     def fit(self, candidate: Candidate) -> None:
         """Queue the candidate with its memory; where it does not fit, queue what would make it fit."""
         variant = candidate.variant
-        by_rank = rank_bytes(self.problem, variant, self.rehearsed(variant))
-        held = max(by_rank, key=lambda one: one.peak)
+        same = id(variant.settled.lowered), variant.settled.pair, variant.zero, variant.group, variant.staging
+        if variant.staging is not None and same in self.fitted:
+            return  # pipelines are cut alike for different rooms
+        self.fitted.add(same)
+        held = self.bytes_of(variant)
         if held.peak <= self.limit:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
         self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
         if candidate.uncut is not None and not self.cutter(variant.settled).tries_all(len(variant.stages)):
-            self.correct(candidate.uncut, variant, [one.peak for one in by_rank])
+            self.correct(candidate.uncut, variant, candidate.seconds.total)
         if "recompute" not in self.problem.fix:
             less = self.recomputed(variant)
             if less is not None:
@@ -601,20 +606,30 @@ class Search:
         else:
             self.push(bound, Finer(most))
 
-    def correct(self, uncut: Uncut, variant: Variant, peaks: Sequence[int]) -> None:
+    def correct(self, uncut: Uncut, variant: Variant, bound: float) -> None:
         """Cut a pipeline again where the estimate by which it was cut is corrected by what its ranks really hold."""
         assert variant.staging is not None, "only a pipeline is cut"
-        cutter = self.cutter(variant.settled)
-        estimated = cutter.held(uncut, variant.staging.cuts, variant.recompute_by_stage)
-        short = tuple(
-            uncut.room_bytes - (self.limit + expected - peak if peak > self.limit else uncut.room(rank))
+        cutter, cuts = self.cutter(variant.settled), variant.staging.cuts
+        if "recompute" not in self.problem.fix:  # it was cut for what the estimate has it recompute
+            least = cutter.recomputed(uncut, cuts)
+            variant = full_recompute(variant) if least is None else with_recompute(variant, least)
+        peaks = [held.peak for held in rank_bytes(self.problem, variant, self.rehearsed(variant))]
+        estimated = cutter.held(uncut, cuts, variant.recompute_by_stage)
+        rooms = [
+            uncut.room(rank) if peak <= self.limit else self.limit + expected - peak
             for rank, (expected, peak) in enumerate(zip(estimated, peaks, strict=True))
-        )
-        again = replace(uncut, short_bytes=short)
-        known = self.corrected[id(variant.settled.lowered), replace(uncut, short_bytes=())]
-        if len(known) < CORRECTIONS and again not in known:
+        ]
+        again = replace(uncut, rooms_bytes=tuple(rooms))
+        known = self.corrected[id(variant.settled.lowered), replace(uncut, rooms_bytes=())]
+        if max(peaks) > self.limit and len(known) < CORRECTIONS and again not in known:
             known.add(again)
-            self.queue_cuts(again, variant.settled, played=True)
+            if not self.queue_cuts(again, variant.settled, played=True):
+                self.leave(uncut, bound)
+
+    def leave(self, item: Uncut, bound: float) -> None:
+        """Keep a pipeline that cannot be cut so that it fits by the estimate, until nothing else does."""
+        if item.room_bytes < ROOMIER * self.limit:
+            self.left.append((bound, replace(item, room_bytes=ROOMIER * self.limit, rooms_bytes=())))
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed on each pp rank that fits; first what frees most per second."""

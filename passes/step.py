@@ -172,7 +172,8 @@ class Settled:
     again: tuple[float, ...]  # per block, seconds of running it a second time for its backward
     units: tuple[Unit, ...]  # per block, then the root
     statements: Mapping[int, RegionSeconds]  # of the root, by identity
-    loads: dict[object, tuple[StageLoad, ...]] = field(default_factory=dict, repr=False)  # those known, by cuts
+    loads: dict[object, tuple[StageLoad, ...]] = field(default_factory=dict, repr=False, compare=False)
+    # `loads` are those known, of this problem, by cuts, ranks and shards: all that they depend on
 
     @cached_property
     def recomputable(self) -> tuple[int, ...]:
@@ -559,7 +560,9 @@ def until_it_recurs(variant: Variant, microbatches: int) -> int:
     ranks, virtual = variant.settled.pair.pp, variant.staging.virtual_stages
     least = ROUNDS_PLAYED * ranks + microbatches % ranks
     refused = any(refusal(variant.schedule, ranks, virtual, count) for count in (least, least - ranks))
-    return microbatches if refused else min(least, microbatches)
+    # rounds may be longer where more microbatches are dealt out
+    alike = microbatches < ranks or microbatches // (microbatches // ranks) == least // (least // ranks)
+    return min(least, microbatches) if alike and not refused else microbatches
 
 
 def least_wait(variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> float:

@@ -15,6 +15,7 @@ from passes import memory, step
 from passes.memory import padded, rank_bytes, step_bytes
 from passes.pipeline import problem_of
 from passes.rehearse import Held, rehearse
+from passes.schedules import SCHEDULES
 from passes.state import State, made
 
 TOLERANCE = 0.05
@@ -118,12 +119,16 @@ def test_a_forgotten_term_shows(
 
 
 PIPELINES = [
-    *(("fp32", f"pp=2,microbatches=12,schedule={one}") for one in ("1f1b", "interleaved", "zbv", "interleaved_zb")),
+    *(
+        ("fp32", f"pp=2,microbatches=12,schedule={one}")
+        for one in ("gpipe", "1f1b", "interleaved", "zbv", "interleaved_zb")
+    ),
     ("bf16", "pp=2,dp=2,microbatches=6,schedule=1f1b,zero=2"),
     ("bf16", "pp=2,dp=2,microbatches=6,schedule=interleaved,zero=3"),
     ("bf16", "pp=2,dp=2,microbatches=6,schedule=zbv,zero=1"),
     ("bf16", "pp=2,dp=2,microbatches=6,schedule=interleaved_zb,zero=1"),
     ("fp32", "pp=4,microbatches=12,schedule=1f1b"),
+    ("fp32", "pp=3,microbatches=12,schedule=zbv"),
 ]
 
 
@@ -137,8 +142,12 @@ def test_rounds_that_recur_hold_no_more(precision: str, fix: str, monkeypatch: p
         made(state.program, "it"), variant.settled.lowered, problem.dtype, variant.stages, variant.splits_backward
     )
     pp = variant.settled.pair.pp
-    for rounds in (step.ROUNDS_PLAYED + 1, 3 * step.ROUNDS_PLAYED):
-        longer = replace(problem, global_batch=problem.global_batch * rounds * pp // int(pins["microbatches"]))
+    rows = problem.global_batch // int(pins["microbatches"])
+    rounds = [(step.ROUNDS_PLAYED + 1) * pp, 3 * step.ROUNDS_PLAYED * pp]
+    if not SCHEDULES[variant.schedule].rounds:
+        rounds.append((step.ROUNDS_PLAYED + 2) * pp + 1)  # the last one is not full
+    for microbatches in rounds:
+        longer = replace(problem, global_batch=rows * microbatches)
         shortened = rank_bytes(longer, variant, rehearsals)
         with monkeypatch.context() as patch:
             patch.setattr(step, "ROUNDS_PLAYED", 10**6)

@@ -94,6 +94,11 @@ def test_the_root_keeps_the_inputs_of_its_layers(rehearsal: Rehearsal) -> None:
     assert held == [X * (k + 1) + 8 for k in reversed(range(LAYERS))]
 
 
+def test_a_layer_that_keeps_nothing_holds_less_on_its_way(rehearsal: Rehearsal) -> None:
+    ((kept, again),) = zip(rehearsal.blocks, rehearsal.recomputed, strict=True)
+    assert again.forward_peak_bytes < kept.forward_peak_bytes
+
+
 def test_parameters_come_in_the_order_of_the_model(rehearsal: Rehearsal) -> None:
     layer = [(INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,)]
     assert [held.shape for held in rehearsal.parameters] == [(WIDTH,), *layer * LAYERS]

@@ -280,6 +280,38 @@ def test_where_not_all_ways_of_cutting_are_tried_the_plan_is_nearly_best(asked: 
     assert answer is None or seconds * (1 - 1e-9) <= answer.best.seconds.total <= 1.02 * seconds
 
 
+def best_where_layers_are_recomputed(made: Problem) -> float:
+    """Seconds of the fastest pipeline, cut in any way, of which each rank recomputes what frees most per second."""
+    known, least = search(made), math.inf
+    for pair in pairs(made):
+        for zero, group in groups(made, pair):
+            settled = known.settled(pair, known.terms(pair, zero, group))
+            none = tuple(0 for _ in settled.blocks)
+            for schedule, virtual in stagings(made, pair, zero):
+                for cuts in combinations(positions(settled.lowered.root, made_again(settled.lowered)), pair.pp - 1):
+                    staging = Staging(schedule, virtual, cuts, (none,) * pair.pp)
+                    found_ = known.recomputed(Variant(settled, zero, group, none, staging))
+                    if found_ is not None and not pipeline_refusal(made, found_):
+                        least = min(least, step_seconds(made, found_).total)
+    return least
+
+
+TIGHT = [(4, 0.7), (4, 0.45), (4, 0.42), (8, 0.5), (8, 0.4)]
+
+
+@pytest.mark.parametrize(
+    "rows, share", [pytest.param(*one, marks=[] if one[1] in (0.45, 0.5) else pytest.mark.slow) for one in TIGHT]
+)
+def test_pipelines_that_must_recompute_are_cut_until_they_fit(rows: int, share: float) -> None:
+    asked = Asked("words", 9, "4xh100", rows, ("pp=4", "schedule=1f1b", "microbatch=1", "zero=0"))
+    free = found(asked, math.inf)
+    assert free is not None and free.best.bytes is not None
+    made = limited(asked, share * free.best.bytes.peak)
+    answer = search(made).run()
+    assert answer.best.seconds.total <= 1.03 * best_where_layers_are_recomputed(made)
+    assert answer.best.variant.staging not in [one.variant.staging for one in answer.others]
+
+
 @pytest.mark.parametrize("asked", FEW, ids=str)
 def test_no_pipeline_holds_less_than_its_bound(asked: Asked) -> None:
     made, bounds = asked.problem, search(asked.problem).bounds

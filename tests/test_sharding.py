@@ -151,6 +151,19 @@ def test_what_was_solved_before_leaves_no_trace():
     assert [programme.solve(terms) for terms in every] == alone
 
 
+def test_layers_that_come_to_wait_for_the_host_leave_no_trace_either():
+    slow = replace(axis(), cluster=replace(axis().cluster, device=replace(axis().cluster.device, launch_s=1e-3)))
+    programme = Programme(layers(4), slow, {})
+    programme.hosted = set()  # so that it is found out
+    every = [Terms(), Terms(microbatches=8), Terms()]
+    found = [programme.solve(terms) for terms in every]
+    assert programme.hosted == {0}
+    fresh = [Programme(layers(4), slow, {}).solve(terms) for terms in every]
+    assert found == fresh and found[0] is not None and found[0].proved
+    variables = len(programme.frame.x) + len(programme.frame.z)
+    assert len(list(programme.frame.model.variables())) == variables
+
+
 def test_a_budget_that_nothing_meets_gives_none():
     assert shard(mlp(), axis(), Terms(budget_bytes=1000.0)) is None
 
