@@ -350,7 +350,7 @@ def _layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[BlockMemory, B
     """A layer, the same layer recomputed, and how it looks from outside."""
     tracker = Tracker()
     tracker.ignore(*inputs, *layer.parameters(), *layer.buffers())
-    with tracker, saved_tensors_hooks(lambda tensor: None, lambda tensor: tensor):  # as recompute runs it first
+    with tracker, torch.no_grad():  # recompute, too, keeps nothing of its first pass
         layer(*inputs)
     keeps_nothing = tracker.stretch()
     for parameter in layer.parameters():
