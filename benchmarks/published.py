@@ -17,7 +17,7 @@ it is. Those three rows are the ones whose times, as priced, tell most of the th
 to choose them.
 
 What the software of a run does otherwise than ours is taken from the record's words, and from the public code of the
-framework that it names (`STACKS`).
+framework that it names (`stacks.py`).
 
 Memory is compared by its kind: `allocated` with the plan's peak, `reserved` with what the allocator holds for it, and
 `smi` with that and what lies outside the allocator.
@@ -29,24 +29,25 @@ import argparse
 import json
 import math
 import multiprocessing
-import re
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import yaml
 from decoder import LOSSES, Decoder, Shape, deepened, of_rows
+from records import MEMORY_KINDS, Run, Skipped, read
+from stacks import SPLITS
 
 from costmodels.cluster import EXPECTED_COMMUNICATORS, Cluster
-from costmodels.devices import GIB, LAUNCH_S, Coefficients, device_named
-from costmodels.errors import AutoparError, BadInput
+from costmodels.devices import GIB, Coefficients
+from costmodels.errors import AutoparError
 from costmodels.groups import Collective
 from costmodels.memory import FP32_BYTES, outside_allocator_bytes
 from costmodels.operators import OperatorClass, operator_seconds
@@ -78,71 +79,9 @@ TARGET_PERCENT = {"time": 8.0, "bias": 3.0, "source": 12.0}
 DEARER = 3.0  # times the work of a step: parameters, where all are cut
 WITHOUT_LIMIT = 2**50  # what a plan holds is compared afterwards
 
-# catalogue names; NVLink of an A800 or H800 is cut to 400 GB/s both ways (NVIDIA A800 data sheet)
-DEVICES: Mapping[str, tuple[str, float | None]] = {
-    "A100-80GB-SXM": ("a100-80", None),
-    "A100-40GB-SXM": ("a100-40", None),
-    "A800-80GB-SXM": ("a100-80", 200e9),
-    "H100-80GB-SXM": ("h100", None),
-    "H100-96GB-HBM2e-500W": ("h100-hbm2e-96", None),
-    "H800-80GB": ("h100", 200e9),
-    "H200-141GB-SXM": ("h200", None),
-    "B200": ("b200", None),
-    "GB200": ("gb200", None),
-}
-# FlashAttention "reaching only 25-40% of the theoretical maximum FLOPs/s", its successor 50 to 73 % (arXiv 2307.08691)
-FLASH_ATTENTION_1 = 0.55
 ATTENTION = "aten.scaled_dot_product_attention.default"
 METRIC_BYTES = 14  # per logit: a cast to fp32, and log-softmax of that
-MEMORY_KINDS = ("allocated", "reserved", "smi")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Stack:
-    """What the software of a run does otherwise than ours, as its record or its public code says."""
-
-    attention: float = 1.0  # times the speed of the attention kernels in the catalogue
-    fused_gate: bool = False  # keeps what goes into a gated activation and what comes out, nothing between
-    loss: str = "plain"  # as in Shape
-    composite_norm: bool = False  # as in Shape
-    metrics: int = 0  # cross-entropies that are computed beside the loss, after the backward, in fp32
-    stages: str = "even"  # how layers are dealt out to the stages of a pipeline, one of SPLITS
-    copies_heads: bool = False  # keys and values are copied out of what is kept with the queries
-    regathers: bool = False  # what is gathered along the sequence is gathered again for the backward, not kept
-    vocabulary_multiple: int = 1  # of the ranks of tp: the vocabulary is filled up to it
-    overlaps: bool = True  # gradients are reduced while others are computed
-    gradient_bytes: int = 4  # these as in Problem
-    reduced_bytes: int = 4
-    sends_parts: bool = False
-    copies: bool = False
-
-
-@dataclass(frozen=True)
-class Run:
-    """A record that can be priced."""
-
-    id: str
-    source: str
-    gpu: str
-    parameters_b: float
-    shape: Shape
-    stack: Stack
-    cluster: Cluster
-    global_batch: int
-    precision: str
-    fix: tuple[tuple[str, int | str], ...]
-    measured_s: float | None
-    measured_gib: float | None
-    memory_kind: str
-    first_rank: bool  # the memory is that of the first stage, not of the fullest
-    out_of_memory: bool
-    sequence_parallel: bool | None
-    core_again: bool  # attention is not fused, and its core recomputed
-    stated: bool  # nothing of it is unknown or flagged
-    flagged: bool  # the data doubt it
-    topology: str  # runs of one model on one cluster are ranked among themselves
-    grid: str  # and those of one model on all, where no doubt is cast on them
 
 
 @dataclass
@@ -156,225 +95,6 @@ class Row:
     fits: bool
     calibrated_s: float | None = None
     calibration: bool = False
-
-
-# arguments.py: make_vocab_size_divisible_by = 128 times the ranks of tp, bias_swiglu_fusion;
-# core/tensor_parallel/layers.py gathers the input of a product with sequence parallelism in both passes;
-# core/tensor_parallel/cross_entropy.py: all of the loss in place, on logits in fp32
-MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128, loss="in_place")
-# What public code says of a framework; the first whose name is in a record's.
-STACKS: Mapping[str, Stack] = {
-    # scripts/train/benchmarking/submit_benchmarks.py: attn_impl = "triton", the kernel of FlashAttention 1;
-    # models/mpt/modeling_mpt.py: loss_fn = "fused_crossentropy"; train_metrics, a cross-entropy and a perplexity,
-    # which Composer's trainer updates after the backward of every microbatch (_eval_train_metrics)
-    "llm-foundry": Stack(attention=FLASH_ATTENTION_1, loss="fused", metrics=2),
-    # solver/optimizer/hybrid_zero_optim.py reduces gradients as they are; model/losses/ce_loss.py: inplace_backward, on
-    # logits that core/naive_amp.py casts to fp32; core/parallel/shard.py: the last stages have the layers that are left
-    "InternEvo": Stack(loss="in_place", stages="last_more", gradient_bytes=2, reduced_bytes=2),
-    # as Megatron-LM, but for the gate (model/transformer.py); DeepSpeed's runtime/pipe/engine.py reduces after all
-    # microbatches and sends partitioned tensors; partition_balanced in runtime/utils.py fills one stage after the other
-    "Megatron-DeepSpeed": replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True, stages="filled"),
-    "GPT-NeoX": replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True),  # its engine, and mpu's loss
-    # training.py, arguments.py: reduces after all microbatches unless asked (overlap_grad_reduce), and sends parts
-    # (scatter_gather_tensors_in_pipeline)
-    "Megatron-LM": replace(MEGATRON, overlaps=False, sends_parts=True),
-    # Megatron-Core and what is built on it, whose recipes ask for overlap
-    "Megatron": MEGATRON,
-    "NeMo": MEGATRON,
-    # TinyLlama's fused_cross_entropy.py: inplace_backward, on logits that Fabric casts to fp32; Fabric's
-    # plugins/precision/fsdp.py: bf16-mixed reduces in bf16
-    "lit-gpt": Stack(loss="in_place", reduced_bytes=2),
-    # runtime/engine.py: gradients are accumulated and reduced in the dtype of the model
-    "DeepSpeed": Stack(gradient_bytes=2, reduced_bytes=2),
-    "torchtitan": Stack(copies=True),  # the fully_shard that our programs have too
-    # models/base.py, build_model: blocks by their cost; parallel/tensor_parallel/functional.py: a loss in place;
-    # models/llama.py: queries are a view of all three, keys and values are concatenated anew; trainer.py: with ZeRO and
-    # gradients in fp32 these are reduced after all microbatches; optim/gradient_accumulator.py: beside those in bf16
-    "nanotron": Stack(loss="in_place", stages="by_cost", copies_heads=True, overlaps=False, gradient_bytes=6),
-    # policies/mixed_precision.py: bfSixteen reduces in bf16
-    "fms-fsdp": Stack(reduced_bytes=2),
-}
-
-
-class Skipped(Exception):
-    """Why a record is not priced."""
-
-
-# -- records ----------------------------------------------------------------------------------------------------------
-
-
-def read(record: Mapping[str, Any]) -> Run:
-    """Raises Skipped with the reason."""
-    model, measured = record["model"], record["measured"]
-    if model.get("experts"):
-        raise Skipped("mixture of experts")
-    if model.get("mla"):
-        raise Skipped("latent attention")
-    if record["precision"] not in ("bf16", "fp16"):
-        raise Skipped(f"precision {record['precision'] or 'not stated'}")
-    if (record.get("cp") or 1) > 1:
-        raise Skipped("context parallelism")
-    if record.get("offload") not in (None, "none"):
-        raise Skipped("offload")
-    for name in ("global_batch", "micro_batch", "dp", "tp", "pp", "num_gpus", "zero_stage", "recompute"):
-        if record.get(name) is None:
-            raise Skipped(f"{name} not stated")
-    for name in ("layers", "hidden", "heads", "ffn_hidden", "vocab", "seq_len"):
-        if model.get(name) is None:
-            raise Skipped(f"{name} of the model not stated")
-    dp, tp, pp = record["dp"], record["tp"], record["pp"]
-    if dp * tp * pp != record["num_gpus"]:
-        raise Skipped("dp * tp * pp is not the number of GPUs")
-    if record["global_batch"] % (dp * record["micro_batch"]):
-        raise Skipped("the microbatch does not divide the batch")
-    recompute, fused = str(record["recompute"]), record.get("flash_attention")
-    core_again = False
-    if recompute.startswith("selective (attention core)"):
-        core_again = fused is False
-        recompute, fused = "none", True  # what is recomputed is what fused attention never keeps
-    if recompute not in ("none", "full"):
-        raise Skipped(f"recompute {recompute}")
-    fix: dict[str, int | str] = {"pp": pp, "dp": dp, "tp": tp, "zero": record["zero_stage"], "recompute": recompute}
-    fix["microbatch"] = record["micro_batch"]
-    if fix["zero"] and dp == 1:
-        fix["zero"] = 0
-    elif record.get("zero_group") and fix["zero"]:
-        fix["zero_group"] = record["zero_group"]
-    if pp > 1:
-        if record.get("vpp") is None:
-            raise Skipped("virtual stages not stated")
-        fix["virtual_stages"] = record["vpp"]
-        fix["schedule"] = "1f1b" if record["vpp"] == 1 else "interleaved"
-    stack = stack_of(record)
-    kv_heads, heads = model.get("kv_heads") or model["heads"], model["heads"]
-    shape = Shape(
-        layers=model["layers"],
-        hidden=model["hidden"],
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=model.get("head_dim") or model["hidden"] // heads,
-        ffn=model["ffn_hidden"],
-        vocab=-(-model["vocab"] // (stack.vocabulary_multiple * tp)) * stack.vocabulary_multiple * tp,
-        sequence=model["seq_len"],
-        gated=bool(model.get("gated_mlp")),
-        tied=bool(model.get("tied_embeddings")),
-        learned_positions=model.get("learned_pos") or 0,
-        fused=fused is not False,
-        fused_gate=stack.fused_gate,
-        loss=stack.loss,
-        composite_norm=stack.composite_norm,
-    )
-    if shape.hidden % heads and not model.get("head_dim"):
-        raise Skipped("heads do not divide the hidden size")
-    kind, gpu = str(measured.get("memory_kind") or ""), str(record["gpu"]).partition("-SXM")[0]
-    # what the record is in doubt about is not compared
-    doubted = "memory" in (doubts := str(record.get("known_issues"))) and "memory is fine" not in doubts
-    measured_gib = None if doubted else measured.get("peak_memory_gib")
-    return Run(
-        id=record["id"],
-        source=record["source"],
-        gpu=record["gpu"],
-        parameters_b=model.get("params_b") or 0.0,
-        shape=shape,
-        stack=stack,
-        cluster=cluster_of(record, stack),
-        global_batch=record["global_batch"],
-        precision="bf16",  # fp16 moves and holds as much
-        fix=tuple(fix.items()),
-        measured_s=seconds_of(record),
-        measured_gib=measured_gib,
-        memory_kind=next((k for k in MEMORY_KINDS if k in kind.replace("nvidia-smi", "smi")), ""),
-        first_rank="rank 0" in kind,
-        out_of_memory=bool(measured.get("oom")),
-        sequence_parallel=record.get("sequence_parallel") if tp > 1 else None,
-        core_again=core_again,
-        stated=fused is not None and not record.get("known_issues"),
-        flagged=bool(record.get("known_issues")),
-        topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, {record['num_gpus']} {gpu}",
-        grid=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, every cluster",
-    )
-
-
-def stack_of(record: Mapping[str, Any]) -> Stack:
-    """From the framework, the precision and the words of a record.
-
-    Gradients of fp16 are fp16 until the optimizer (apex O2, Megatron-LM, DeepSpeed), and so are those of bf16 where
-    the framework reduces what the parameters give it.
-    """
-    framework = str(record["framework"] or "")
-    said = f"{record['optimizer'] or ''}; {record['notes'] or ''}".lower()
-    stack = next((stack for name, stack in STACKS.items() if name in framework), Stack())
-    if "fused cross-entropy" in said:
-        stack = replace(stack, loss="fused")
-    if framework.startswith("DeepSpeed") and record["zero_stage"] in (1, 2):
-        stack = replace(stack, overlaps=False)  # runtime/zero/config.py: overlap_comm is for stage 3, unless asked for
-    if "(HF model)" in framework:  # transformers, models/llama/modeling_llama.py, until 4.45
-        stack = replace(stack, loss="shifted", composite_norm=True)
-    if "embeddings counted as layers" in said:
-        stack = replace(stack, stages="even")
-    if record.get("torch_compile"):
-        stack = replace(stack, fused_gate=True)
-    if record["precision"] == "fp16":
-        stack = replace(stack, gradient_bytes=2, reduced_bytes=2)
-    if "bf16 gradient reduction" in said or "gradients accumulated in bf16" in said:
-        stack = replace(stack, gradient_bytes=2, reduced_bytes=2)
-    if "accumulating gradients in fp32" in said:  # beside those of bf16
-        stack = replace(stack, gradient_bytes=6)
-    if "params and reduction in bf16" in said:
-        stack = replace(stack, reduced_bytes=2)
-    return stack
-
-
-def seconds_of(record: Mapping[str, Any]) -> float | None:
-    """Of a step, as published or from the published throughput."""
-    measured, model = record["measured"], record["model"]
-    if measured.get("step_time_s"):
-        return float(measured["step_time_s"])
-    tokens = record["global_batch"] * model["seq_len"]
-    if measured.get("tokens_per_s_per_gpu"):
-        return float(tokens / measured["tokens_per_s_per_gpu"] / record["num_gpus"])
-    if measured.get("tokens_per_s_total"):
-        return float(tokens / measured["tokens_per_s_total"])
-    return None
-
-
-def cluster_of(record: Mapping[str, Any], stack: Stack) -> Cluster:
-    gpu, local = record["gpu"], min(record["gpus_per_node"] or 8, record["num_gpus"])
-    if gpu not in DEVICES:
-        raise Skipped(f"{gpu} is not in the catalogue")
-    name, within = DEVICES[gpu]
-    device = device_named(name)
-    table = device.efficiency
-    kernel = replace(table.attention, peak_fraction=table.attention.peak_fraction * stack.attention)
-    device = replace(device, efficiency=replace(table, attention=kernel))
-    if record.get("torch_compile"):
-        device = replace(device, launch_s=LAUNCH_S)
-    if not stack.overlaps:
-        device = replace(device, overlap_slowdown=math.inf)
-    if context := re.search(r"CUDA context, about ([\d.]+) GiB", str(record["measured"].get("memory_kind"))):
-        device = replace(device, fixed_overhead_bytes=round(float(context[1]) * GIB))
-    nodes, left = divmod(record["num_gpus"], local)
-    if left:
-        raise Skipped("the GPUs do not fill their nodes")
-    intra = replace(device.intra_node, bytes_per_s=within) if within else None
-    between = inter_node_bytes_per_s(str(record["interconnect"] or ""), local)
-    inter = replace(device.inter_node, bytes_per_s=between) if between else None
-    return Cluster.of(device, nodes=nodes, devices_per_node=local, intra_node=intra, inter_node=inter)
-
-
-def inter_node_bytes_per_s(text: str, local: int) -> float | None:
-    """What a GPU has of its node's network, from words such as `4x100 Gb/s RoCE per node`; None where it says nothing.
-
-    Omni-Path is 100 Gb/s a link (Intel), HDR InfiniBand 200.
-    """
-    if found := re.search(r"(?:(\d+)x)?(\d+) Gb/s.*per (node|GPU)", text):
-        links, gigabits, per = int(found[1] or 1), int(found[2]), found[3]
-        return links * gigabits * 1e9 / 8 / (local if per == "node" else 1)
-    if found := re.search(r"Omni-Path, (\d+) links per node", text):
-        return int(found[1]) * 100e9 / 8 / local
-    if found := re.search(r"(\d+)x HDR", text):
-        return int(found[1]) * 200e9 / 8 / local
-    return None
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -392,55 +112,6 @@ def captured(shape: Shape, rows: int) -> State:
     state = run(PIPELINE[:4], State(task, lambda text: None, lambda: False))
     assert state.blocked is not None, "BLOCKS has run"
     return replace(state, blocked=deepened(state.blocked, shape.layers))
-
-
-def even(shape: Shape, count: int) -> list[int]:
-    """How many layers are before the end of each of so many stages but the last.
-
-    Where these do not divide, the first and the last stages have fewer.
-    """
-    least, more = divmod(shape.layers, count)
-    fewer = sorted(range(count), key=lambda k: -min(k + 1, count - k))
-    return list(accumulate(least + (k in fewer[:more]) for k in range(count - 1)))
-
-
-def by_cost(shape: Shape, count: int) -> list[int]:
-    """The same if a stage ends as soon as all up to there costs more than its share. The head counts as one layer more.
-
-    What costs are the weights of layers and of the head; the embedding, norms and the loss cost nothing.
-    """
-    layer = (4 * shape.heads * shape.head_dim + 3 * shape.ffn) * shape.hidden
-    costs = [
-        *(layer * (number + 1) for number in range(shape.layers)),
-        layer * shape.layers + shape.vocab * shape.hidden,
-    ]
-    ends: list[int] = []
-    for number, cost in enumerate(costs, 1):
-        if len(ends) < count - 1 and cost * count > (len(ends) + 1) * costs[-1]:
-            ends.append(number)
-    if len(ends) < count - 1:
-        raise BadInput(f"{count} stages by cost: some would be empty")
-    return ends
-
-
-def last_more(shape: Shape, count: int) -> list[int]:
-    """The same if the last stages have more where they do not divide."""
-    least, more = divmod(shape.layers, count)
-    return list(accumulate(least + (k >= count - more) for k in range(count - 1)))
-
-
-def filled(shape: Shape, count: int) -> list[int]:
-    """The same if stages are filled one after the other with as many as the largest must have."""
-    most = -(-shape.layers // count)
-    return [min(most * (k + 1), shape.layers - (count - 1 - k)) for k in range(count - 1)]
-
-
-SPLITS: Mapping[str, Callable[[Shape, int], list[int]]] = {
-    "even": even,
-    "by_cost": by_cost,
-    "last_more": last_more,
-    "filled": filled,
-}
 
 
 class Dealt(Cutter):

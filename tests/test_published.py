@@ -12,20 +12,16 @@ from published import (
     Row,
     Run,
     Scalars,
-    Skipped,
-    by_cost,
     calibration_rows,
-    even,
-    filled,
     fitted_scalars,
-    last_more,
     planned,
     price,
-    read,
-    stack_of,
     telling,
 )
+from records import Skipped, read
+from stacks import by_cost, even, filled, last_more, stack_of
 
+from costmodels.errors import BadInput
 from costmodels.groups import Collective
 from passes.lower import Reshard
 from passes.placements import S, collectives
@@ -84,7 +80,9 @@ def test_layers_are_dealt_out_evenly_or_by_what_they_cost():
     uneven = replace(shape, layers=78)
     assert filled(uneven, 12) == [7 * (k + 1) for k in range(11)]
     assert last_more(uneven, 12)[:7] == [6, 12, 18, 24, 30, 36, 43]
-    assert by_cost(shape, 2) == [3] and by_cost(replace(shape, vocab=20000), 4) == [3, 5]
+    assert by_cost(shape, 2) == [3] and by_cost(replace(shape, vocab=9000), 3) == [3, 5]
+    with pytest.raises(BadInput, match="empty"):
+        by_cost(replace(shape, vocab=20000), 4)
 
 
 def test_a_stage_may_hold_the_head_alone():
