@@ -53,7 +53,7 @@ class Run:
     stated: bool  # nothing of it is unknown or flagged
     flagged: bool  # the data doubt it
     topology: str  # runs of one model on one cluster are ranked among themselves
-    grid: str  # and those of one model on all, where no doubt is cast on them
+    grid: str  # and those of one model on all of one GPU, where no doubt is cast on them
 
 
 class Skipped(Exception):
@@ -148,7 +148,7 @@ def read(record: Mapping[str, Any]) -> Run:
         stated=fused is not None and not record.get("known_issues"),
         flagged=bool(record.get("known_issues")),
         topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, {record['num_gpus']} {gpu}",
-        grid=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, every cluster",
+        grid=f"{record['source']} {model['layers']}x{model['hidden']}, {model['seq_len']} tokens, every number of {gpu}",
     )
 
 
