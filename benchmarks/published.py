@@ -524,7 +524,7 @@ def report(rows: Sequence[Row], fits: Sequence[Fit], skipped: Mapping[str, Count
             continue  # on one cluster
         for name, of in (("priors", prior), ("calibrated", fitted)):
             if (found := ranking(group, of)) is not None:
-                print(f"{topology:62}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")
+                print(f"{topology:72}{name:12}{len(group):4} rows {found[0]:6.2f} {100 * found[1]:6.1f} % regret")
     report_fits(fits)
     print("\nMemory, % of the measured")
     for kind in MEMORY_KINDS:

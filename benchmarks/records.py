@@ -148,7 +148,7 @@ def read(record: Mapping[str, Any]) -> Run:
         stated=fused is not None and not record.get("known_issues"),
         flagged=bool(record.get("known_issues")),
         topology=f"{record['source']} {model['layers']}x{model['hidden']}, {heads} heads, {record['num_gpus']} {gpu}",
-        grid=f"{record['source']} {model['layers']}x{model['hidden']}, {model['seq_len']} tokens, every number of {gpu}",
+        grid=f"{record['source']} {model['layers']}x{model['hidden']}, {model['seq_len']} tokens, any number of {gpu}",
     )
 
 
