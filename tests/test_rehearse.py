@@ -15,7 +15,8 @@ from benchmarks.memory import Case, LiveBytes, planned
 from costmodels.cluster import Cluster
 from gloo import Pool
 from passes.pipeline import PIPELINE
-from passes.rehearse import Rehearsal, Tracker, _collectives, rehearse
+from passes.rehearse import Rehearsal, Tracker, rehearse
+from passes.stand_ins import collectives as stand_ins_of
 from passes.state import State, Task, made, run
 
 ROWS, WIDTH, INNER, LAYERS = 12, 16, 64, 3
@@ -207,7 +208,7 @@ def moved_for_real() -> list[tuple[int, int]]:
 
 def test_stand_ins_allocate_what_the_collectives_do(gloo: Pool) -> None:
     found = gloo.run(2, moved_for_real)
-    stand_ins = _collectives(2, copies=True)
+    stand_ins = stand_ins_of(2, copies=True)
     for (name, how), *real in zip(MOVES + UNEVEN, *found, strict=True):
         here, there = moved(stand_ins[name], how), (max(r[0] for r in real), max(r[1] for r in real))
         slack = 1.1 if (name, how) in UNEVEN else 1.0  # a short rank fills up its part
