@@ -75,7 +75,6 @@ NOISE = 0.02
 STEP = 1.05  # a scalar is varied by, for slopes
 ROWS_OF_A_FIT = 12
 LARGE = 6.0  # billions of parameters
-TARGET_PERCENT = {"time": 8.0, "bias": 3.0, "source": 12.0}
 DEARER = 3.0  # times the work of a step: parameters, where all are cut
 WITHOUT_LIMIT = 2**50  # what a plan holds is compared afterwards
 

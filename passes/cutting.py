@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, combinations, pairwise, product
 from typing import TypeAlias
@@ -64,6 +64,10 @@ class Uncut:
     def room(self, rank: int) -> float:
         """What the stages of a rank may fill."""
         return self.rooms_bytes[rank] if self.rooms_bytes else self.room_bytes
+
+    def with_room(self, room_bytes: float) -> Uncut:
+        """The same with so much room on every rank."""
+        return replace(self, room_bytes=room_bytes, rooms_bytes=())
 
     @classmethod
     def of(cls, variant: Variant, room_bytes: float) -> Uncut:
@@ -160,22 +164,25 @@ class Cutter:
 
     def recomputed(self, uncut: Uncut, cuts: Sequence[int]) -> list[list[int]] | None:
         """Layers that each stage between these cuts must recompute, per block; None where some rank cannot fit."""
-        ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
-        return self._recomputed(uncut, list(pairwise((0, *ends))))
+        return self._recomputed(uncut, self._spans(cuts))
 
     def held(self, uncut: Uncut, cuts: Sequence[int], again: Sequence[Sequence[int]]) -> list[float]:
         """The estimate of what each rank holds if stages between these cuts recompute so many layers, per block."""
-        ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
-        spans, moments = list(pairwise((0, *ends))), self._moments(uncut)
+        spans, moments = self._spans(cuts), self._moments(uncut)
         found = []
         for own, flying in zip(uncut.by_rank, uncut.in_flight(self.problem.global_batch), strict=True):
             elements = sum(self.elements[spans[k][1]] - self.elements[spans[k][0]] for k in own)
             twice = [(n, one) for k in own for n, one in zip(again[k], self.freed, strict=True) if n]
             kept = sum(self._kept(*spans[k]) for k in own) - sum(n * one for n, one in twice)
-            beside = self.transient + (self.ending if spans[own[-1]][1] == ends[-1] else 0)
+            beside = self.transient + (self.ending if own[-1] == len(cuts) else 0)
             beside += max((one for _, one in twice), default=0)
             found.append(max(states * elements + most * kept for most, states in moments(flying)) + beside)
         return found
+
+    def _spans(self, cuts: Sequence[int]) -> list[Span]:
+        """Where the stages between these cuts start and end in pieces."""
+        ends = [self.positions.index(cut) + 1 for cut in cuts] + [len(self.positions) + 1]
+        return list(pairwise((0, *ends)))
 
     def _recomputed(self, uncut: Uncut, spans: Sequence[Span]) -> list[list[int]] | None:
         """The same of stages by where they start and end in pieces."""

@@ -42,6 +42,7 @@ def rms_norm(
     return cast(Tensor, applied(_RMSNorm, input, weight, prod(normalized_shape)))
 
 
+# torch's own: a dry run puts those above in their place
 F_ATTENTION, F_DROPOUT, F_RMS_NORM = F.scaled_dot_product_attention, F.dropout, F.rms_norm
 ON_CUDA: Mapping[str, Callable[..., Tensor]] = {
     one.__name__: one for one in (scaled_dot_product_attention, dropout, rms_norm)

@@ -73,6 +73,11 @@ def refusal(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> s
     return ""
 
 
+def round_size(ranks: int, microbatches: int) -> int:
+    """Microbatches of a round, where a schedule goes through them in rounds: as many as ranks, or a few more."""
+    return microbatches // max(1, microbatches // ranks)
+
+
 def _left_over(ranks: int, microbatches: int) -> int:
     return microbatches % max(1, microbatches // ranks)
 
@@ -91,7 +96,7 @@ def least_in_flight(name: str, ranks: int, stages_per_rank: int, microbatches: i
     A microbatch in one of v stages counts as 1 / v. From the orders of torch 2.13, without playing them.
     """
     m, p, v = microbatches, ranks, stages_per_rank
-    round_ = m // max(1, m // p)
+    round_ = round_size(p, m)
     of_rank: Mapping[str, Callable[[int], float]] = {
         "gpipe": lambda r: m,
         "1f1b": lambda r: p - r,

@@ -43,6 +43,7 @@ from passes.choices import (
 )
 from passes.cutting import Cutter, Uncut
 from passes.emit import counted, emit
+from passes.lower import Lowered
 from passes.memory import StepBytes, rank_bytes, step_bytes
 from passes.plan import FIX_KEYS
 from passes.price import Axis, Seconds
@@ -150,16 +151,16 @@ class Search:
         self.visited = 0
         self.solved = 0
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
-        self.rehearsals: dict[tuple[int, tuple[int, ...], bool], tuple[Rehearsal, ...]] = {}
-        self.rehearsers: dict[int, Rehearser] = {}  # by local program
+        self.rehearsals: dict[tuple[Lowered, tuple[int, ...], bool], tuple[Rehearsal, ...]] = {}
+        self.rehearsers: dict[Lowered, Rehearser] = {}
         self.rejected: list[Candidate] = []
         self.solved_once_s: dict[tuple[int, int], float] = {}  # by tp and microbatch: no microbatch is faster
         self.all_settled: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # one of each sharding
-        self.cutters: dict[int, Cutter] = {}
+        self.cutters: dict[Lowered, Cutter] = {}
         self.finer: dict[tuple[int, int], list[Settled]] = defaultdict(list)  # under a memory budget
         self.sharded_finer: Counter[tuple[int, int]] = Counter()  # by tp and microbatch, for pipelines
-        self.fitted: set[object] = set()
-        self.corrected: dict[tuple[int, Uncut], set[Uncut]] = defaultdict(set)  # what was cut again
+        self.fitted: set[object] = set()  # pipelines whose memory was counted
+        self.corrected: dict[tuple[Lowered, Uncut], set[Uncut]] = defaultdict(set)  # what was cut again
         self.first_cutters: dict[tuple[int, int], Cutter] = {}  # by tp and microbatch
         self.ruled_s = math.inf  # at least, of the fastest pipeline of whose cuts or shardings not all were tried
         self.left: list[tuple[float, Uncut]] = []  # of which no cut fits by the estimate
@@ -307,7 +308,7 @@ class Search:
             if schedule.single:
                 least = max(least, m * slowest)
             if "recompute" not in self.problem.fix:
-                known = cutter.least_again_s(replace(item, room_bytes=ROOMY * self.limit), UNEVEN / pair.pp)
+                known = cutter.least_again_s(item.with_room(ROOMY * self.limit), UNEVEN / pair.pp)
                 least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)
             # the compute of a rank hides dp: were it much longer than its share, the step would be too
             most = UNEVEN * once / pair.pp
@@ -378,7 +379,7 @@ class Search:
 
     def roomy(self, item: Uncut, settled: Settled) -> Variant | None:
         """The pipeline cut as if there were room, with all recompute there may be."""
-        cuts = next(self.cutter(settled).cuts(replace(item, room_bytes=math.inf)), None)
+        cuts = next(self.cutter(settled).cuts(item.with_room(math.inf)), None)
         if cuts is None:
             return None
         variant = item.cut_at(settled, cuts)
@@ -401,7 +402,7 @@ class Search:
             seconds = step_seconds(self.problem, variant, play=False)
             more = 0.0
             if not full and not cutter.tries_all(item.count):  # where all are tried, no estimate decides
-                roomy = item if item.rooms_bytes else replace(item, room_bytes=max(item.room_bytes, ROOMY * self.limit))
+                roomy = item if item.rooms_bytes else item.with_room(max(item.room_bytes, ROOMY * self.limit))
                 least = cutter.recomputed(roomy, cuts)
                 again = full_recompute(variant) if least is None else with_recompute(variant, least)
                 more = step_seconds(self.problem, again, play=False).total - seconds.total
@@ -426,7 +427,7 @@ class Search:
             self.queue_cuts(one.uncut, settled, played=True)
 
     def cutter(self, settled: Settled) -> Cutter:
-        key = id(settled.lowered)
+        key = settled.lowered
         if key not in self.cutters:
             # layers hold about as much under all shardings that are fastest: one rehearsal tells where to cut
             first = self.first_cutters.get((settled.pair.tp, settled.pair.microbatch))
@@ -553,7 +554,7 @@ class Search:
     def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
         """Of each stage."""
         settled, cuts = variant.settled, variant.staging.cuts if variant.staging else ()
-        key = id(settled.lowered), cuts, variant.splits_backward
+        key = settled.lowered, cuts, variant.splits_backward
         if key not in self.rehearsals:
             none = tuple(0 for _ in settled.blocks)
             emission = replace(
@@ -563,7 +564,6 @@ class Search:
                 cuts=cuts,
                 schedule=variant.schedule,
             )
-            # it holds the program, so that the id stays its own
             rehearser = self.rehearsers.setdefault(key[0], Rehearser(settled.lowered, self.problem.dtype))
             self.rehearsals[key] = rehearser.rehearse(
                 variant.stages,
@@ -579,10 +579,11 @@ class Search:
     def fit(self, candidate: Candidate) -> None:
         """Queue the candidate with its memory; where it does not fit, queue what would make it fit."""
         variant = candidate.variant
-        same = id(variant.settled.lowered), variant.settled.pair, variant.zero, variant.group, variant.staging
-        if variant.staging is not None and same in self.fitted:
-            return  # pipelines are cut alike for different rooms
-        self.fitted.add(same)
+        if variant.staging is not None:  # pipelines are cut alike for different rooms
+            same = variant.settled.lowered, variant.settled.pair, variant.zero, variant.group, variant.staging
+            if same in self.fitted:
+                return
+            self.fitted.add(same)
         held = self.bytes_of(variant)
         if held.peak <= self.limit:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
@@ -620,7 +621,7 @@ class Search:
             for rank, (expected, peak) in enumerate(zip(estimated, peaks, strict=True))
         ]
         again = replace(uncut, rooms_bytes=tuple(rooms))
-        known = self.corrected[id(variant.settled.lowered), replace(uncut, rooms_bytes=())]
+        known = self.corrected[variant.settled.lowered, uncut.with_room(uncut.room_bytes)]
         if max(peaks) > self.limit and len(known) < CORRECTIONS and again not in known:
             known.add(again)
             if not self.queue_cuts(again, variant.settled, played=True):
@@ -629,7 +630,7 @@ class Search:
     def leave(self, item: Uncut, bound: float) -> None:
         """Keep a pipeline that cannot be cut so that it fits by the estimate, until nothing else does."""
         if item.room_bytes < ROOMIER * self.limit:
-            self.left.append((bound, replace(item, room_bytes=ROOMIER * self.limit, rooms_bytes=())))
+            self.left.append((bound, item.with_room(ROOMIER * self.limit)))
 
     def recomputed(self, variant: Variant) -> Variant | None:
         """The variant with the fewest layers recomputed on each pp rank that fits; first what frees most per second."""

@@ -27,7 +27,7 @@ from passes.placements import R, S, local_shape
 from passes.plan import Fix
 from passes.price import Axis, Seconds, local_bytes, op_launches, op_seconds, reshard_seconds
 from passes.saved import saved
-from passes.schedules import SCHEDULES, rank_of, refusal, table
+from passes.schedules import SCHEDULES, rank_of, refusal, round_size, table
 from passes.sharding import Sharding
 from passes.stages import LocalStage, shared, stages
 
@@ -172,8 +172,8 @@ class Settled:
     again: tuple[float, ...]  # per block, seconds of running it a second time for its backward
     units: tuple[Unit, ...]  # per block, then the root
     statements: Mapping[int, RegionSeconds]  # of the root, by identity
+    # those known, of this problem, by cuts, ranks and shards: all that they depend on
     loads: dict[object, tuple[StageLoad, ...]] = field(default_factory=dict, repr=False, compare=False)
-    # `loads` are those known, of this problem, by cuts, ranks and shards: all that they depend on
 
     @cached_property
     def recomputable(self) -> tuple[int, ...]:
@@ -560,9 +560,9 @@ def until_it_recurs(variant: Variant, microbatches: int) -> int:
     ranks, virtual = variant.settled.pair.pp, variant.staging.virtual_stages
     least = ROUNDS_PLAYED * ranks + microbatches % ranks
     refused = any(refusal(variant.schedule, ranks, virtual, count) for count in (least, least - ranks))
-    # rounds may be longer where more microbatches are dealt out
-    alike = microbatches < ranks or microbatches // (microbatches // ranks) == least // (least // ranks)
-    return min(least, microbatches) if alike and not refused else microbatches
+    if refused or (SCHEDULES[variant.schedule].rounds and round_size(ranks, least) != round_size(ranks, microbatches)):
+        return microbatches
+    return min(least, microbatches)
 
 
 def least_wait(variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> float:

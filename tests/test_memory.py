@@ -11,6 +11,7 @@ import torch
 from benchmarks.memory import MODELS, Compared, Measured, measured, planned
 from costmodels.memory import Engine
 from gloo import Pool
+from models import pins
 from passes import memory, step
 from passes.memory import padded, rank_bytes, step_bytes
 from passes.pipeline import problem_of
@@ -134,15 +135,14 @@ PIPELINES = [
 
 @pytest.mark.parametrize(("precision", "fix"), PIPELINES)
 def test_rounds_that_recur_hold_no_more(precision: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pins = dict(one.split("=") for one in fix.split(","))
-    fixed = {key: value if key == "schedule" else int(value) for key, value in pins.items()} | {"recompute": "none"}
+    fixed = pins(fix) | {"recompute": "none"}
     state = planned(MODELS["nanogpt"](), fixed, 4, precision)
     problem, variant = problem_of(state), made(state.found, "the plan").best.variant
     rehearsals = rehearse(
         made(state.program, "it"), variant.settled.lowered, problem.dtype, variant.stages, variant.splits_backward
     )
     pp = variant.settled.pair.pp
-    rows = problem.global_batch // int(pins["microbatches"])
+    rows = problem.global_batch // int(fixed["microbatches"])
     rounds = [(step.ROUNDS_PLAYED + 1) * pp, 3 * step.ROUNDS_PLAYED * pp]
     if not SCHEDULES[variant.schedule].rounds:
         rounds.append((step.ROUNDS_PLAYED + 2) * pp + 1)  # the last one is not full
