@@ -238,11 +238,13 @@ def _solver(plan: Plan) -> str:
     if plan.status == "optimal":
         found = "proved optimal"
     elif math.isfinite(solver.gap):
-        found = f"best found, at most {100 * solver.gap:.1f} % from the optimum"
+        found = f"best found, within {100 * solver.gap:.1f} % of optimal"
     else:
         found = "best found, without a bound"
     took = f", {_seconds(solver.seconds)}" if solver.seconds else ""
-    counts = f"{_number(solver.enumerated, 'candidate')}, {solver.pruned:,} pruned, {solver.solved:,} solved"
+    skipped = f", {solver.unvisited:,} skipped" if solver.unvisited else ""
+    priced = solver.enumerated - solver.pruned - solver.unvisited
+    counts = f"{_number(solver.enumerated, 'candidate')}, {solver.pruned:,} pruned{skipped}, {priced:,} priced"
     return f"{found}: {counts}{took}"
 
 

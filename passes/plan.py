@@ -136,6 +136,7 @@ class SolverReport:
     enumerated: int
     pruned: int
     solved: int
+    unvisited: int = 0  # candidates that might be faster: the search was stopped before
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ CORRECTIONS = 12  # of one pipeline
 ROOMY = 1.05  # times the limit: where stages are not rehearsed yet, what they hold is known to a few percent
 ROOMIER = 1.3  # times the limit: where nothing fits otherwise
 UNEVEN = 1.25  # times an even share of the work, in a bound
+POOR = 2.0  # times a bound: a plan that is worth some more steps
+LATE = 30  # steps past the deadline at most, of about 0.1 s
 RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
 
@@ -123,8 +125,9 @@ class Found:
     by_rank: tuple[StepBytes, ...]  # of the best one, on every pp rank
     others: tuple[Candidate, ...]
     enumerated: int
-    visited: int  # variants whose price was worked out
-    solved: int
+    visited: int  # of those, whose price was worked out
+    unvisited: int  # of those, which might be faster, but the search was stopped
+    solved: int  # sharding programmes
     bound_s: float
     proved: bool
 
@@ -148,7 +151,8 @@ class Search:
         self.order = itertools.count()
         self.queue: list[tuple[float, int, object]] = []
         self.enumerated = 0
-        self.visited = 0
+        self.visited: set[object] = set()
+        self.unvisited: list[tuple[float, frozenset[object]]] = []  # what was no longer looked at, and its bound
         self.solved = 0
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
         self.rehearsals: dict[tuple[Lowered, tuple[int, ...], bool], tuple[Rehearsal, ...]] = {}
@@ -184,19 +188,26 @@ class Search:
                 self.push(self.floor(pair), pair)
         if not self.enumerated:
             raise BadInput(self.why_no_pipeline())
-        best, bound = self.optimum()
-        others = self.nearly(best, self.runners_up(best))
-        bound = min(bound, self.ruled_s)
+        first, bound = self.optimum()
+        # where a rule cut them or the search was stopped, a later one may be faster
+        best, *runners = sorted([first, *self.runners_up(first)], key=lambda one: one.seconds.total)
+        others = self.nearly(best, runners)
+        bound = min(bound, self.ruled_s, best.seconds.total)
         proved = bound >= best.seconds.total
         by_rank = rank_bytes(self.problem, best.variant, self.rehearsed(best.variant))
-        return Found(best, by_rank, others, self.enumerated, self.visited, self.solved, bound, proved)
+        stopped = (every for least, every in self.unvisited if least < best.seconds.total)
+        unvisited = frozenset[object]().union(*stopped) - self.visited
+        return Found(
+            best, by_rank, others, self.enumerated, len(self.visited), len(unvisited), self.solved, bound, proved
+        )
 
     def optimum(self) -> tuple[Candidate, float]:
         """The first candidate known to fit that comes up, and the time that no plan can beat.
 
-        Past the deadline only what is priced already is looked at, as long as there is some.
+        Past the deadline only what is priced already is looked at, as long as there is some; for a few steps more, if
+        that is far from what may be found.
         """
-        left_s = math.inf  # what is no longer looked at takes at least
+        left_s, late = math.inf, 0  # what is no longer looked at takes at least
         while self.queue or self.left:
             if not self.queue:  # before it is said that nothing fits, what does not by the estimate is tried
                 for bound, uncut in self.left:
@@ -205,17 +216,29 @@ class Search:
             bound, _, item = heapq.heappop(self.queue)
             if isinstance(item, Candidate) and item.bytes is not None:
                 return item, min(bound, left_s)
-            if self.deadline() and not isinstance(item, Candidate) and self.has_priced():
-                left_s = min(left_s, bound)
-                continue
+            if not isinstance(item, Candidate) and self.deadline():
+                late += 1
+                if self.priced_s() < (POOR * bound if late <= LATE else math.inf):
+                    left_s = min(left_s, bound)
+                    self.unvisited.append((bound, self.choices(item)))
+                    continue
             self.expand(item, bound)
         if self.refused and not self.rejected:
             fix = ",".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
             raise BadInput(f"--fix {fix} is not possible: {self.refused[0]}")
         raise NoPlanFits(self.closest())
 
-    def has_priced(self) -> bool:
-        return any(isinstance(item, Candidate) for _, _, item in self.queue)
+    def priced_s(self) -> float:
+        """The fastest of what waits with a price; it may yet turn out not to fit."""
+        return min((bound for bound, _, item in self.queue if isinstance(item, Candidate)), default=math.inf)
+
+    def choices(self, item: object) -> frozenset[object]:
+        """The candidates that something queued stands for, if none of them was priced."""
+        if isinstance(item, Pair):
+            return frozenset((item, *one) for one in groups(self.problem, item) if not self.bounds.hopeless(item, *one))
+        if isinstance(item, Uncut):
+            return frozenset({(item.pair, item.zero, item.group, item.schedule, item.virtual_stages)})
+        return frozenset()
 
     def runners_up(self, best: Candidate) -> list[Candidate]:
         """Slower plans that fit, of what is solved by now; few are rehearsed to find them."""
@@ -338,7 +361,7 @@ class Search:
                 return
         else:
             settled = replace(first.settled, pair=pair)
-        self.visited += 1
+        self.visited |= self.choices(item)
         if not self.cutter(settled).tries_all(item.count):
             self.ruled_s = min(self.ruled_s, bound)
         if not self.queue_cuts(item, settled, own=False):
@@ -472,7 +495,7 @@ class Search:
         self.progress(f"tp {pair.tp}, dp {pair.dp}, {m} microbatches of {pair.microbatch}")
         every = {one: self.terms(pair, *one) for one in groups(self.problem, pair)}
         variants = {one: terms for one, terms in every.items() if not self.bounds.hopeless(pair, *one)}
-        self.visited += len(variants)
+        self.visited |= self.choices(pair)
         least = Terms(m, max(t.shards for t in every.values()), min(t.element_s for t in variants.values()))
         settled = self.settled(pair, least)
         bound = m * settled.lowered.sharding.bound_s

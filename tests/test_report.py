@@ -64,7 +64,7 @@ def sample_plan() -> Plan:
         mfu=0.52,
         time_s=TimeSplit(compute=2.9252, tp_comm=0.5768, dp_comm=0.1648, recompute=0.3708, optimizer=0.0824),
         memory=(memory(0, 4.0, 8.0, 6.0, 33.9, 3.9, 2.3, 0.0, limit_gib=72.3),),
-        solver=SolverReport("SCIP", "optimal", 4.12, 4.12, 0.0, 11.3, 1204, 1167, 37),
+        solver=SolverReport("SCIP", "optimal", 4.12, 4.12, 0.0, 11.3, 1204, 1167, 12),
         alternatives=(
             Alternative(
                 Mesh(dp=8, tp=8), Zero(1, 8), Schedule("none", 1, 64), "full", 4.248, 52 * GIB, "more tp communication"
@@ -105,7 +105,7 @@ def mlp_plan() -> Plan:
         mfu=0.0123,
         time_s=TimeSplit(compute=0.0007, dp_comm=0.000034),
         memory=(memory(0, 0.0001, 0.0001, 0, 0.00002, 0, 0, 0, limit_gib=60),),
-        solver=SolverReport("SCIP", "feasible", 0.00074, 0.0007, 0.048, 0.21, 9, 2, 7),
+        solver=SolverReport("SCIP", "feasible", 0.00074, 0.0007, 0.048, 0.21, 9, 2, 3),
         alternatives=(),
         warnings=("the batch has no sequence: tokens_per_s_per_device counts samples", "1 of 4 devices are idle"),
         collectives=(),

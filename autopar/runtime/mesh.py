@@ -173,6 +173,7 @@ def check_world_size(mesh: Mapping[str, int]) -> None:
 
 def init_process_group(device: torch.device) -> None:
     """Initialise the process group of torchrun, or of this process alone, and leave it when the interpreter exits."""
+    atexit.unregister(_leave)  # once is enough
     atexit.register(_leave)
     backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {"timeout": GLOO_TIMEOUT})
     if "RANK" in os.environ:
@@ -185,14 +186,14 @@ def init_process_group(device: torch.device) -> None:
 
 
 def _leave() -> None:
-    """End the process group, and give gloo's threads the interpreter once more.
+    """End the process group, if nobody did, and give gloo's threads the interpreter once more.
 
     They hold tensors a little longer than their work takes: one that lets go when the interpreter is gone aborts the
     process (seen in one run of five, torch 2.13).
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(RELEASED_S)
+    time.sleep(RELEASED_S)
 
 
 def _world() -> dist.ProcessGroup:
