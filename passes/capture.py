@@ -31,14 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from costmodels.errors import BadInput, CaptureError
-from passes.graph import (
-    Arg,
-    Graph,
-    Op,
-    Ref,
-    map_op,
-    mutates,
-)
+from passes.graph import Arg, Graph, Op, Ref, Size, map_op, mutates
 from passes.interpret import may_alias
 from passes.records import Traced, is_user_code, records
 from passes.shallow import make_shallow, with_sizes_of
@@ -87,6 +80,8 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
         if parameter.is_floating_point() and parameter.dtype not in COMPUTE_DTYPES.values():
             kind = str(parameter.dtype).removeprefix("torch.")
             raise BadInput(f"{name} is {kind}, and only fp32 and bf16 parameters are trained; use model.float() first")
+        if parameter.dtype == torch.bfloat16 and precision == "fp32":
+            raise BadInput(f"{name} is bfloat16 and precision is fp32; use model.float() first, or precision bf16")
     leaves = batch_leaves(batch)
     nested = [str(key) for key, leaf in leaves.items() if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf)]
     if nested:
@@ -95,40 +90,52 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
     if not tensors:
         raise BadInput("the batch holds no tensor; pass a dict, a tuple or a tensor whose first dim counts rows")
     rows = next((t.shape[0] for t in tensors.values() if t.dim()), 1)
-    by_rows = {key for key, t in tensors.items() if t.dim() and t.shape[0] == rows}
+    as_long = frozenset(key for key, t in tensors.items() if t.dim() and t.shape[0] == rows)
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     dtype = COMPUTE_DTYPES[precision]
     whole = _fake_copy(model, mode, dtype)
 
-    few = {  # rows for a trace in which they are a symbol
-        key: torch.empty((ROWS, *t.shape[1:]), dtype=t.dtype, device="meta") if key in by_rows else t
-        for key, t in tensors.items()
-    }
-
-    def trace(module: nn.Module, tensors: Mapping[str | int, torch.Tensor], symbols: set[str | int]) -> Traced:
+    def trace(module: nn.Module, tensors: Mapping[str | int, torch.Tensor], symbols: frozenset[str | int]) -> Traced:
         return _traced(_Step(module, loss_fn, batch, tuple(tensors), dtype), mode, tensors, symbols)
 
-    def trace_twin() -> Traced | None:
+    def trace_twin(few: Mapping[str | int, torch.Tensor], by_rows: frozenset[str | int]) -> Traced | None:
         twin = _fake_copy(model, mode, dtype)
         if not make_shallow(twin):
             return None
         try:
-            shallow, deep = trace(twin, few, by_rows), trace(whole, few, set())
+            shallow, deep = trace(twin, few, by_rows), trace(whole, few, frozenset())
         except (CaptureError, BadInput):
             return None
         graph = with_sizes_of(shallow.graph, deep.graph, ROWS)
         return replace(deep, graph=graph) if graph is not None else None
 
-    coupled = ""
+    def trace_rows(by_rows: frozenset[str | int]) -> Traced:
+        """With a symbol for the rows of these entries; the others are taken whole."""
+        few = {
+            key: torch.empty((ROWS, *t.shape[1:]), dtype=t.dtype, device="meta") if key in by_rows else t
+            for key, t in tensors.items()
+        }
+        return trace_twin(few, by_rows) or trace(whole, few, by_rows)
+
+    by_rows, coupled = as_long, ""
     try:
-        traced = trace_twin() or trace(whole, few, by_rows)
+        traced = trace_rows(by_rows)
     except CaptureError as error:
-        try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
-            traced = trace(whole, tensors, set())
-        except CaptureError:
-            raise error from None
-        coupled = f"the rows of a batch are not independent: {str(error).splitlines()[0]}"
+        for key in (key for key in tensors if len(as_long) > 1 and key in as_long):  # one may be so by chance
+            by_rows = as_long - {key}
+            with contextlib.suppress(CaptureError):
+                traced = trace_rows(by_rows)
+                if any(isinstance(n, Size) for op in traced.graph.ops for v in op.results for n in v.shape):
+                    break
+        else:
+            by_rows = as_long
+            try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
+                traced = trace(whole, tensors, frozenset())
+            except CaptureError:
+                raise error from None
+            why = str(error).splitlines()[0].removeprefix(f"{type(model).__name__} cannot be captured")
+            coupled = f"the rows of a batch are not independent: {why.lstrip(': ')}"
     sequence = next((t.shape[1] for k, t in tensors.items() if k in by_rows and t.dim() == 2), None)
     return Captured(
         name=type(model).__name__,
@@ -140,7 +147,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
         example_rows=rows,
         seq_len=sequence if any(not t.is_floating_point() for t in tensors.values() if t.dim() == 2) else None,
         coupled=coupled,
-        notes=tuple(_notes(model, leaves)),
+        notes=tuple(_notes(model, leaves, as_long - by_rows)),
     )
 
 
@@ -217,11 +224,11 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn, self._batch, self._keys, self._dtype = loss_fn, batch, keys, dtype
+        self._loss_fn, self.batch, self._keys, self._dtype = loss_fn, batch, keys, dtype
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
-        leaves = batch_leaves(self._batch) | dict(zip(self._keys, tensors, strict=True))
-        whole = refilled(self._batch, leaves)
+        leaves = batch_leaves(self.batch) | dict(zip(self._keys, tensors, strict=True))
+        whole = refilled(self.batch, leaves)
         args, kwargs = forward_arguments(self.model.forward, whole, self._loss_fn)
 
         def low(leaf: Any) -> Any:
@@ -229,7 +236,7 @@ class _Step(nn.Module):
             return leaf.to(self._dtype) if is_float and self._dtype != torch.float32 else leaf
 
         with preserve_node_meta(), _Located():
-            with contextlib.nullcontext() if self._dtype == torch.float32 else _OneDtype(self._dtype):
+            with _SameDtype() if self._dtype == torch.float32 else _OneDtype(self._dtype):
                 output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
             if self._loss_fn is not None:
                 output = self._loss_fn(_upcast(output), whole)
@@ -281,6 +288,19 @@ class _OneDtype(TorchFunctionMode):
         return leaf.to(dtype) if self.is_float(leaf) and leaf.dtype != dtype else leaf
 
 
+class _SameDtype(TorchFunctionMode):
+    """Products of two dtypes are refused, as they are on real tensors: fake ones let some pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _PRODUCTS and not torch.is_autocast_enabled("cpu"):
+            found = {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            if len(found) > 1:
+                kinds = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+                raise RuntimeError(f"{name} takes tensors of one dtype, not {kinds}")
+        return func(*args, **(kwargs or {}))
+
+
 class _Located(TorchFunctionMode):
     """Every operator is traced with the line of the user's code that called it.
 
@@ -325,7 +345,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn
 
 
 def _traced(
-    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], symbols: set[str | int]
+    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], symbols: frozenset[str | int]
 ) -> Traced:
     """The step on tensors of these shapes; the first dim of those in `symbols` is a symbol."""
     program = _export(step, mode, tensors, symbols)
@@ -357,7 +377,7 @@ def _detach_blocks(module: torch.fx.GraphModule) -> None:
 
 
 def _export(
-    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], symbols: set[str | int]
+    step: _Step, mode: FakeTensorMode, tensors: Mapping[str | int, torch.Tensor], symbols: frozenset[str | int]
 ) -> ExportedProgram:
     rows = Dim("batch", min=2)
     examples, shapes = [], []
@@ -372,7 +392,7 @@ def _export(
         except _NoLoss as error:
             raise BadInput(str(error)) from None
         except Exception as error:  # torch.export raises whatever the model's own code raised
-            raise CaptureError(_explain(error, step.model)) from error
+            raise CaptureError(_explain(error, step)) from error
 
 
 @contextlib.contextmanager
@@ -399,22 +419,31 @@ _REMEDIES = {
 }
 
 
-def _explain(error: Exception, model: nn.Module) -> str:
+def _explain(error: Exception, step: _Step) -> str:
     """What failed, in which line of the user's code, and what to do."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if is_user_code(f.filename)]
     where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    if any(f.filename == __file__ and "_loss_fn(" in (f.line or "") for f in frames):
+        where = f" with this loss_fn{where}"
     text = f"{type(error).__name__}: {error}"
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    what = next((remedy for mark, remedy in _REMEDIES.items() if mark in text), said[0][:300])
-    return f"{type(model).__name__} cannot be captured{where}: {what}"
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    if isinstance(error, KeyError):
+        said = text
+    if isinstance(error, KeyError) or ("missing" in said and "argument" in said):
+        said += f"; the batch has {', '.join(map(str, batch_leaves(step.batch)))}"
+    what = next((remedy for mark, remedy in _REMEDIES.items() if mark in text), said)
+    return f"{type(step.model).__name__} cannot be captured{where}: {what}"
 
 
-def _notes(model: nn.Module, leaves: Mapping[str | int, Any]) -> Iterator[str]:
+def _notes(model: nn.Module, leaves: Mapping[str | int, Any], whole: frozenset[str | int]) -> Iterator[str]:
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         yield "the model's own gradient checkpointing is ignored: recompute is planned here"
     for key, leaf in leaves.items():
         if isinstance(leaf, (int, float)):
             yield f"batch entry {key} is {leaf} for good: numbers are part of the program; a tensor may vary"
+        if key in whole:
+            yield f"batch entry {key} does not go by rows, though it has as many: every rank takes all of it"
 
 
 # -- no operator writes in place, buffers excepted ----------------------------------------------------------------

@@ -498,9 +498,8 @@ class Answer(UserDict[str, Any]):
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_output_of_bf16_reaches_the_loss_in_fp32(wrap, first, precision):
-    model = Small(lambda self, x: wrap(self.a(x.to(self.a.weight.dtype))), a=linear())
-    if precision == "fp32":
-        model.to(torch.bfloat16)
+    low = torch.bfloat16
+    model = Small(lambda self, x: wrap(F.linear(x.to(low), self.a.weight.to(low))), a=linear())
     graph = capture(model, BATCH, lambda o, b: mse(first(o), b), precision).graph
     assert op_of(graph, "linear").results[0].dtype == "bfloat16"
     assert {graph.values[name].dtype for name in op_of(graph, "mse_loss").operands} == {"float32"}
@@ -580,6 +579,42 @@ def test_the_users_own_error_is_shown_with_its_line():
     assert f"{line} (" in str(error.value) and str(error.value).endswith("three heads are too many")
 
 
+def test_an_error_of_loss_fn_is_said_to_be_of_loss_fn():
+    line = here(1)
+    loss_fn = lambda o, b: F.mse_loss(o, b["labels"])  # noqa: E731
+    with pytest.raises(CaptureError) as error:
+        captured(lambda self, x: self.a(x), loss_fn)
+    assert str(error.value).startswith(f"Small cannot be captured with this loss_fn at {line} (")
+    assert str(error.value).endswith("): KeyError: 'labels'; the batch has x, y")
+
+
+def test_what_forward_misses_is_said_beside_what_the_batch_has():
+    with pytest.raises(CaptureError, match=r"missing 1 required positional argument: 'x'; the batch has X, y$"):
+        captured(lambda self, x: self.a(x), batch={"X": BATCH["x"], "y": BATCH["y"]})
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda self, x: self.a(x.to(torch.bfloat16)),
+        lambda self, x: x @ self.a.weight.double(),
+        lambda self, x: F.scaled_dot_product_attention(x[None], x[None].half(), x[None])[0] + self.a(x),
+    ],
+)
+def test_products_of_two_dtypes_are_refused_as_on_real_tensors(compute):
+    with pytest.raises(RuntimeError):
+        compute(Small(compute, a=linear()), BATCH["x"])
+    with pytest.raises(CaptureError, match=r"takes tensors of one dtype, not \w+ and float\d+$"):
+        captured(compute)
+
+
+def test_parameters_of_bf16_are_trained_in_bf16_only():
+    model = Small(lambda self, x: self.a(x.to(torch.bfloat16)), a=linear().to(torch.bfloat16))
+    assert op_of(capture(model, BATCH, mse, "bf16").graph, "linear").results[0].dtype == "bfloat16"
+    with pytest.raises(BadInput, match=r"^a.weight is bfloat16 and precision is fp32; use model.float\(\) first"):
+        capture(model, BATCH, mse, "fp32")
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
@@ -619,6 +654,36 @@ def test_a_loss_that_fixes_the_rows_is_captured_for_them_alone(loss_fn, why):
     assert found.coupled.startswith("the rows of a batch are not independent: ")
     assert found.graph.inputs[0].shape == (ROWS, 3)
     assert re.search(why, found.coupled), found.coupled
+
+
+@pytest.mark.parametrize(
+    ("compute", "loss_fn"),
+    [
+        (lambda self, x, table: self.a(x) + x[:, :1] * table[0], mse),
+        (lambda self, x, table: self.a(x) + (x @ table[:3]).relu(), mse),
+        (lambda self, x, table: self.a(x) + (x.unsqueeze(1) - table).square().sum(1), mse),
+        (lambda self, x, table: self.a(x), lambda o, b: mse(o, b) + (b["table"][:2] @ o.sum(0)).sum()),
+    ],
+)
+def test_an_entry_as_long_as_the_batch_by_chance_is_taken_whole(compute, loss_fn):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear()
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return compute(self, x, table)
+
+    model, batch = Net(), {**BATCH, "table": torch.rand(ROWS, 3)}
+    found = capture(model, batch, loss_fn)
+    assert not found.coupled
+    loss, _ = computed(model, found, batch)
+    torch.testing.assert_close(loss, loss_fn(model(batch["x"], batch["table"]), batch).detach())
+    whole = [one.key for one in found.inputs if not one.rows]
+    said = [
+        f"batch entry {key} does not go by rows, though it has as many: every rank takes all of it" for key in whole
+    ]
+    assert whole in ([], ["table"]) and list(found.notes) == said
 
 
 # -- what is left alone -----------------------------------------------------------------------------------------------
