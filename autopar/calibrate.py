@@ -34,6 +34,7 @@ from costmodels.groups import Collective, Group
 from costmodels.profile import Profile, Sweep
 from passes.plan import Plan
 
+SHARE_S = 0.5  # of products, to see who else computes
 WARM_UP_S = 2.0  # of matmuls, until a GPU's clock is that of training
 SIZES = tuple(4**n * 4096 for n in range(9))  # bytes of the full tensor, to 256 MiB
 LONG_COLLECTIVE_S = 0.5  # messages that would take longer are left out
@@ -223,6 +224,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         mesh.init({"world": cluster.devices}, kind)
         groups_bytes = communicator_bytes(cluster.devices, context) if kind == "cuda" else groups_bytes
     clock = Clock(own)
+    share = processor_share(clock)
     context, first, further = (int(clock.slowest(size)) for size in (context, *groups_bytes))  # of the fullest rank
     if kind == "cuda":
         _warm_up(clock)
@@ -242,6 +244,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         torch=str(torch.__version__),
         backend="gloo" if kind == "cpu" else "nccl " + ".".join(map(str, torch.cuda.nccl.version())),
         ranks=cluster.devices,
+        processor_share=share,
         operators=operators,
         collectives=collectives,
         attention_tail_waves=waves,
@@ -251,6 +254,16 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         fixed_overhead_bytes=context if kind == "cuda" else None,
         communicator_bytes=(first, further) if kind == "cuda" and cluster.devices > 1 else None,
     )
+
+
+def processor_share(clock: Clock) -> float:
+    """Of the processor time that every process asks for, what the one with least gets: less than 1 beside others."""
+    x = torch.randn(512, 512)
+    began, before = time.perf_counter(), time.process_time()
+    while (taken := time.perf_counter() - began) < SHARE_S:
+        x @ x
+    lacking = clock.slowest(1 - (time.process_time() - before) / (taken * torch.get_num_threads()))
+    return 1 - max(0.0, lacking)
 
 
 def _warm_up(clock: Clock) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from passes.pipeline import Compiled
 
 DONE, FAILED, BAD, INTERRUPTED = 0, 1, 2, 130
+LOGGED_S = 15.0  # between two lines of progress where nobody watches
 DEBUG = "--debug"  # taken out of the arguments before they are parsed: it may stand anywhere
 
 WORDS = {
@@ -236,6 +238,7 @@ def calibrate(
         raise BadInput("calibrate needs --out FILE, the profile to write")
     if out.is_dir() or not out.absolute().parent.is_dir():  # said before minutes are spent
         raise BadInput(f"--out {out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}")
+    doubts: tuple[str, ...] = ()
     if from_step is not None:
         if cluster is not None:
             raise BadInput("--cluster: a profile that is corrected has its own; leave it out beside --from-step")
@@ -251,11 +254,14 @@ def calibrate(
         machines = Cluster.detect() if cluster is None else Cluster.load(cluster, calibrated=False)
         with _progress() as progress:
             profile = run(machines, progress)
+        doubts = profile.doubts(machines.device, machines.devices)
     if os.environ.get("RANK", "0") == "0":
         from autopar.report import write_text
 
         write_text(out, profile.to_yaml(VERSION))
         print(f"{out}: written; to use it: `profile: {out.name}` in a cluster file beside it")
+        for doubt in doubts:
+            print(f"autopar: warning: {doubt}", file=sys.stderr)
     return DONE
 
 
@@ -451,9 +457,20 @@ def _rendered(plan: Plan, blocks: bool = False, measured: MeasuredRun | None = N
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is going on, where somebody watches."""
-    if not sys.stderr.isatty():
+    """What is going on, on stderr of the first process: a line that changes, or in a log one now and then."""
+    if os.environ.get("RANK", "0") != "0":
         yield lambda text: None
+        return
+    if not sys.stderr.isatty():
+        said_at = time.monotonic()
+
+        def say(text: str) -> None:
+            nonlocal said_at
+            if time.monotonic() - said_at >= LOGGED_S:
+                said_at = time.monotonic()
+                print(f"autopar: {text}", file=sys.stderr, flush=True)
+
+        yield say
         return
     from rich.console import Console
 

@@ -7,6 +7,7 @@
     torch: 2.13.0
     backend: nccl 2.28.9
     ranks: 16
+    processor_share: 0.99            # of the processor time that the processes asked for while they measured
     operators:                       # seconds = fixed_s + FLOP / flop_per_s + bytes / bytes_per_s
     - {operator: matmul, dtype: bf16, flop_per_s: 6.5e+14, bytes_per_s: 7.3e+12, fixed_s: 7.0e-06}
     collectives:                     # seconds by bytes of the full tensor
@@ -42,6 +43,8 @@ from costmodels.errors import BadInput
 from costmodels.files import Unlike, read_mapping, typed
 from costmodels.groups import Collective, Group
 from costmodels.operators import OperatorClass, coefficients
+
+QUIET = 0.9  # share of the processor time asked for; alone on a machine processes get 0.99
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Profile:
     torch: str
     backend: str
     ranks: int
+    processor_share: float | None = None
     operators: tuple[Rates, ...] = ()
     collectives: tuple[Sweep, ...] = ()
     attention_tail_waves: float | None = None
@@ -114,6 +118,16 @@ class Profile:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         step = "" if self.compute_factor == 1 else f", compute x {self.compute_factor:.3g} after a measured step"
         return f"{self.name} of {self.date[:19].replace('T', ' ')} ({ranks}, torch {self.torch}, {self.backend}{step})"
+
+    def doubts(self, device: Device, devices: int) -> tuple[str, ...]:
+        """Why its times may not be those of a step on so many devices."""
+        found = []
+        if self.processor_share is not None and self.processor_share < QUIET:
+            share = f"{100 * self.processor_share:.0f} %"
+            found.append(f"{self.name} was measured with {share} of the processors: other programs ran beside it")
+        if device.kind == "cpu" and self.ranks == 1 < devices:
+            found.append(f"{self.name} was measured on one process, which has all cores; {devices} share them")
+        return tuple(found)
 
     def applied_to(self, device: Device) -> Device:
         """The device with what was measured. Raises BadInput where it is another one."""
@@ -176,6 +190,8 @@ def _check(profile: Profile) -> None:
             raise Unlike(f"collectives[{i}] is on a group of no ranks")
     if not 0 < profile.compute_factor < math.inf:
         raise Unlike("compute_factor is not above 0")
+    if profile.processor_share is not None and not 0 < profile.processor_share <= 1:
+        raise Unlike("processor_share is not between 0 and 1")
     if profile.overlap_slowdown is not None and not profile.overlap_slowdown >= 1:
         raise Unlike("overlap_slowdown is below 1")
     for name in ("attention_tail_waves", "launch_s", "unit_s"):

@@ -350,6 +350,8 @@ def plan_of(state: State) -> Plan:
         warnings.append("the batch has no sequence: tokens_per_s_per_device counts samples")
     if cluster.profile is None:
         warnings.append("times are catalogue priors, not calibrated on this cluster")
+    else:
+        warnings += cluster.profile.doubts(cluster.device, cluster.devices)
     peak_flop = cluster.device.peak_flop_per_s(task.precision)
     return Plan(
         status="optimal" if found.proved else "feasible",

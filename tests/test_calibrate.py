@@ -47,6 +47,7 @@ def test_two_ranks_agree_on_one_profile(gloo) -> None:
     first, second = gloo.run(2, quick, 2)
     assert replace(first, date="") == replace(second, date="")
     assert (first.device, first.backend, first.ranks) == ("cpu", "gloo", 2)
+    assert first.processor_share is not None and 0 < first.processor_share <= 1
     measured = {(one.operator, one.dtype) for one in first.operators}
     assert {(kind, dtype) for kind in OperatorClass for dtype in ("bf16", "fp32")} - measured == {
         (OperatorClass.VIEW, "bf16"), (OperatorClass.VIEW, "fp32"), (OperatorClass.OPTIMIZER, "bf16"),
@@ -142,6 +143,23 @@ def test_a_measured_step_of_sharded_parameters(folder: Path) -> None:
     assert plan("cluster.yaml", "dp=2,zero=2,microbatches=2").step_time_s == pytest.approx(
         4 * before.step_time_s, rel=0.02
     )
+
+
+def test_a_profile_of_a_busy_machine_or_of_one_process_is_doubted(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = Cluster.preset("cpu:2").device
+    one = Profile("cpu", "x", "2026-11-30", "x", "gloo", 1, 0.99, name="mine.yaml")
+    alone = "mine.yaml was measured on one process, which has all cores; 2 share them"
+    busy = "mine.yaml was measured with 61 % of the processors: other programs ran beside it"
+    assert one.doubts(cpu, 1) == () and one.doubts(Cluster.preset("8xh100").device, 8) == ()
+    assert one.doubts(cpu, 2) == (alone,)
+    assert replace(one, ranks=2, processor_share=0.61).doubts(cpu, 2) == (busy,)
+    (folder / "mine.yaml").write_text(replace(one, processor_share=0.61).to_yaml("0.1.0"))
+    assert {alone, busy} <= set(plan("cluster.yaml").warnings)
+    monkeypatch.setattr(calibration, "calibrate", lambda *asked: replace(one, processor_share=0.61))
+    assert main(["calibrate", "--out", "mine.yaml", "--cluster", "cpu:1"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"autopar: warning: {busy}"
 
 
 def test_a_step_measured_by_the_program_itself_is_taken(folder: Path) -> None:

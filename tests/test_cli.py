@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import yaml
 from torch import nn
 
+from autopar import cli
 from autopar.cli import main, parse_fix
 from autopar.report import render
 from autopar.verify import Difference, Step, Verification, without_dropout
@@ -440,6 +441,19 @@ def test_a_time_limit_gives_the_best_plan_so_far_with_its_gap(tmp_path: Path) ->
     assert limited["solver"]["solved"] < free["solver"]["solved"]
     assert limited["step_time_s"] >= free["step_time_s"] * (1 - 1e-9)
     assert limited["solver"]["bound_s"] <= free["step_time_s"] * (1 + 1e-9)
+
+
+def test_where_nobody_watches_progress_is_logged_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "LOGGED_S", 0.0)
+    words = ["plan", "examples/nanogpt.py:small", "--cluster", "cpu:4", "--fix", "pp=1"]
+    assert main(words) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "autopar: normalizing the graph" in said and any(one.startswith("autopar: tp 1, dp 4, ") for one in said)
+    monkeypatch.setenv("RANK", "1")
+    assert main(words) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_time_limit_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
