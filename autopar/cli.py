@@ -176,8 +176,9 @@ def generate(
     else:
         if given := [name for name, value in options.items() if value is not None]:
             raise BadInput(f"{', '.join(given)}: a saved plan has its own; give a TARGET to plan anew")
-        saved = read_plan(Path(plan))
-        from autopar.target import compile_again
+        from autopar.target import compile_again, located
+
+        saved = located(read_plan(Path(plan)), Path(plan))
 
         with _progress() as progress:
             loaded, made = compile_again(saved, progress=progress)

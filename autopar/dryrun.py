@@ -410,8 +410,8 @@ class _Follower(Tracker):
     def take_stock(self) -> None:
         """What is live now by category, and the line that runs."""
         kinds = {
-            "parameters": self.parameters(),
-            "gradients": [p.grad for p in self.parameters() if p.grad is not None],
+            "own parameters": self.parameters(),
+            "own gradients": [p.grad for p in self.parameters() if p.grad is not None],
             "optimizer": self.states(),
         }
         left = dict(self.sizes)
@@ -419,7 +419,7 @@ class _Follower(Tracker):
         for name, tensors in kinds.items():
             keys = {local(t).untyped_storage()._cdata for t in tensors}
             held.append((name, sum(left.pop(key, 0) for key in keys)))
-        self.held = (*held, ("activations and buffers", sum(left.values())))
+        self.held = (*held, ("activations, gathered parameters and buffers", sum(left.values())))
         self.where = _line()
 
 

@@ -99,7 +99,7 @@ def _model(plan: Plan) -> list[str]:
 
 def _cluster(plan: Plan) -> list[str]:
     cluster = plan.cluster
-    machines = f"{_number(cluster.nodes, 'node')} of {cluster.devices // cluster.nodes:,} {cluster.device}"
+    machines = f"{how_many(cluster.nodes, 'node')} of {cluster.devices // cluster.nodes:,} {cluster.device}"
     idle = f"{plan.idle_devices:,} of {cluster.devices:,} idle" if plan.idle_devices else "none idle"
     if not cluster.profile:
         return [f"{machines}, {idle}; catalogue priors, not calibrated"]
@@ -110,7 +110,7 @@ def _choice(plan: Plan) -> list[str]:
     mesh, schedule = asdict(plan.mesh), plan.schedule
     shown = [f"{axis} {size}" for axis, size in mesh.items() if size > 1 or axis in ("pp", "dp", "tp")]
     zero = _zero(plan.zero) or "no ZeRO"
-    batches = f"{_number(schedule.microbatches, 'microbatch', 'microbatches')} of {schedule.microbatch}"
+    batches = f"{how_many(schedule.microbatches, 'microbatch', 'microbatches')} of {schedule.microbatch}"
     line = "   ".join(shown) + f"    {zero}    {batches}"
     return [line + (f"    {_schedule(schedule)}" if plan.mesh.pp > 1 else "")]
 
@@ -157,8 +157,8 @@ def _memory(plan: Plan) -> list[str]:
 
 def _measured(plan: Plan, run: MeasuredRun) -> list[str]:
     """Time and memory of a run against the plan's."""
-    steps = f"median of {_number(run.steps, 'step')}, {_seconds(run.fastest_step_s)} to {_seconds(run.slowest_step_s)}"
-    where = f"{run.date[:10]}, {_number(run.ranks, 'rank')} on {run.device}, torch {run.torch}"
+    steps = f"median of {how_many(run.steps, 'step')}, {_seconds(run.fastest_step_s)} to {_seconds(run.slowest_step_s)}"
+    where = f"{run.date[:10]}, {how_many(run.ranks, 'rank')} on {run.device}, torch {run.torch}"
     lines = [f"step {_seconds(run.step_time_s)} {_off(plan.step_time_s, run.step_time_s)}   {steps}"]
     predicted = {one.stage: one.peak_bytes for one in plan.memory}
     pairs = [(one, predicted[one.stage]) for one in run.memory if one.stage in predicted]
@@ -244,7 +244,7 @@ def _solver(plan: Plan) -> str:
     took = f", {_seconds(solver.seconds)}" if solver.seconds else ""
     skipped = f", {solver.unvisited:,} skipped" if solver.unvisited else ""
     priced = solver.enumerated - solver.pruned - solver.unvisited
-    counts = f"{_number(solver.enumerated, 'candidate')}, {solver.pruned:,} pruned{skipped}, {priced:,} priced"
+    counts = f"{how_many(solver.enumerated, 'candidate')}, {solver.pruned:,} pruned{skipped}, {priced:,} priced"
     return f"{found}: {counts}{took}"
 
 
@@ -434,7 +434,8 @@ def _count(value: int) -> str:
     return str(value)
 
 
-def _number(count: int, one: str, many: str = "") -> str:
+def how_many(count: int, one: str, many: str = "") -> str:
+    """A count with its noun."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 

@@ -6,10 +6,11 @@ import contextlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autopar.report import PLAN
 from costmodels.cluster import Cluster
 from costmodels.errors import BadInput, PlanMismatch
 from passes.plan import Plan
@@ -53,6 +55,26 @@ def load_target(text: str, *, seq_len: int | None = None, rows: int = ROWS) -> T
     if seq_len is not None:
         raise BadInput(f"--seq-len is for hf: targets: the batch of {text} comes from the function itself")
     return _from_function(text)
+
+
+def located(plan: Plan, file: Path) -> Plan:
+    """The plan of a file with the paths in its request as they are from here, where it was made in another folder.
+
+    They are looked for from here, then from the folder of the file and those above it.
+    """
+
+    def found(text: str) -> str:
+        parts = re.fullmatch(r"(hf:|)(.*?)(:\w+|)", text)
+        assert parts is not None, "every text has these parts"
+        scheme, path, function = parts.groups()
+        bases = [Path(), *(file / PLAN).resolve().parents]
+        base = next((one for one in bases if path and (one / path).exists()), None)
+        return f"{scheme}{base / path}{function}" if base is not None else text
+
+    request = plan.request
+    is_file = Path(request.cluster).suffix in (".yaml", ".yml")
+    cluster = found(request.cluster) if is_file else request.cluster
+    return replace(plan, request=replace(request, target=found(request.target), cluster=cluster))
 
 
 def compile_again(

@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.report import PROGRAM, read_plan
+from autopar.report import PROGRAM, how_many, read_plan
 from costmodels.errors import AutoparError, BadInput
 from passes.plan import Plan
 
@@ -125,7 +125,9 @@ def verify(
     """Run the program of a folder against its model. Raises BadInput where that cannot be done on this machine."""
     if not (folder / PROGRAM).is_file():
         raise BadInput(f"{folder}: there is no {PROGRAM} in it; name a folder that --out wrote")
-    plan = read_plan(folder)
+    from autopar.target import located
+
+    plan = located(read_plan(folder), folder)
     _check_that_it_can_run(plan)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as scratch:
         where, twin = folder, ""
@@ -145,7 +147,8 @@ def verify(
         _run(Path(scratch) / "task.json", plan.mesh.devices, timeout_s)
         found = json.loads((Path(scratch) / "result.json").read_text())
     mesh = "  ".join(f"{axis} {size}" for axis, size in asdict(plan.mesh).items() if size > 1) or "one device"
-    title = f"{folder / PROGRAM}{twin}: {mesh}, {plan.mesh.devices} processes against one, no dropout"
+    processes = how_many(plan.mesh.devices, "process", "processes")
+    title = f"{folder / PROGRAM}{twin}: {mesh}, {processes} against one, dropout off"
     made = [
         Step(s["loss"], s["reference"], Difference(**s["gradients"]), Difference(**s["weights"]))
         for s in found["steps"]

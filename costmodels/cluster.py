@@ -72,7 +72,7 @@ class Cluster:
     ) -> "Cluster":
         """A cluster with what is not given taken from the device."""
         if nodes < 1 or devices_per_node < 1:
-            raise BadInput(f"{nodes} nodes of {devices_per_node} devices: a cluster has at least one device")
+            raise BadInput(f"nodes: {nodes}, devices on each: {devices_per_node}; a cluster has at least one device")
         return cls(
             name=name or f"{nodes}x{devices_per_node}x{device.name}",
             nodes=nodes,

@@ -65,7 +65,9 @@ def words(region: LocalRegion, variant: Variant) -> str:
                 label = "attention" if "attention" in op.target else "loss" if "loss" in op.target else name
                 if label not in by_factor[factor]:
                     by_factor[factor].append(label)
-    parts = [f"{', '.join(names)} by {factor}" for factor, names in by_factor.items()]
+    parts = [
+        f"{', '.join(names)} {factor if factor == 'repeated' else f'by {factor}'}" for factor, names in by_factor.items()
+    ]
     along = Counter(
         local.placement.dim
         for local in region.locals.values()

@@ -80,7 +80,7 @@ def test_load_takes_a_file_or_a_preset(load) -> None:
     [
         ("8h100", "'8h100' is neither a file nor a preset such as 8xh100, 2x8xh100 or cpu:4"),
         ("8xh10", "preset '8xh10': unknown device 'h10'; the nearest known: h100, v100, h200"),
-        ("0xh100", "1 nodes of 0 devices: a cluster has at least one device"),
+        ("0xh100", "nodes: 1, devices on each: 0; a cluster has at least one device"),
         ("none.yaml", "none.yaml: cannot be read: No such file or directory"),
     ],
 )

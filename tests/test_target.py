@@ -4,15 +4,17 @@ import builtins
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.target import load_target
+from autopar.target import load_target, located
 from autopar.verify import materialise
 from costmodels.errors import BadInput
+from test_report import sample_plan
 
 TARGETS = """
 import torch
@@ -210,3 +212,25 @@ def test_missing_transformers_says_how_to_install_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BadInput, match="pip install 'transformers>=5'"):
         load_target(f"hf:{tmp_path}")
+
+
+def test_a_plan_of_another_folder_finds_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, elsewhere = tmp_path.resolve() / "made", tmp_path / "elsewhere"
+    for folder in (made / "out", made / "config", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("model.py", "cluster.yaml", "config/config.json", "plan.yaml"):
+        (made / name).touch()
+    monkeypatch.chdir(elsewhere)
+
+    def asked(target: str, cluster: str, file: Path) -> tuple[str, str]:
+        plan = replace(sample_plan(), request=replace(sample_plan().request, target=target, cluster=cluster))
+        request = located(plan, file).request
+        return request.target, request.cluster
+
+    cluster = f"{made}/cluster.yaml"
+    assert asked("model.py:f", "cluster.yaml", Path("../made/out")) == (f"{made}/model.py:f", cluster)
+    assert asked("hf:config", "8xh100", made / "plan.yaml") == (f"hf:{made}/config", "8xh100")
+    assert asked("hf:config/config.json", "cpu:4", made / "out") == (f"hf:{made}/config/config.json", "cpu:4")
+    assert asked("none.py:f", "none.yaml", made / "out") == ("none.py:f", "none.yaml")
+    (elsewhere / "model.py").touch()  # what is here comes first
+    assert asked("model.py:f", "cluster.yaml", made / "out") == ("model.py:f", cluster)

@@ -55,7 +55,7 @@ def _train(program: Program, options: argparse.Namespace, folder: Path) -> None:
         loss = trainer.step(batches(step))
         seconds.append(time.perf_counter() - began)
         if dist.get_rank() == 0:
-            print(f"step {step:4d}   loss {loss:.6f}   {seconds[-1]:.3f} s   peak {_peak_gib():.2f} GiB", flush=True)
+            print(f"step {step:4d}   loss {loss:.6f}   {seconds[-1]:.3f} s   {_peak()}", flush=True)
     if seconds and (folder / PLAN).exists():
         _record_run(folder / RUN, program, seconds)
 
@@ -137,9 +137,9 @@ def _read(file: Path) -> Any:
         raise ValueError(f"{file} does not hold tensors as torch.save writes them: {error}") from error
 
 
-def _peak_gib() -> float:
-    """The most memory this process has had: allocated on the GPU, or resident on a CPU."""
+def _peak() -> str:
+    """The most memory this process has had: of tensors on the GPU, or on a CPU, where nobody counts them, of all."""
     if mesh.current().device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+        return f"peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
     unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of the process"
