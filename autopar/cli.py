@@ -149,7 +149,7 @@ def show(
 @app.command()
 def generate(
     plan: Annotated[str, typer.Argument(metavar="PLAN|TARGET", help="a saved plan, or a target to plan now")],
-    out: OutOption = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="for plan.yaml and program.py")] = None,
     cluster: ClusterOption = None,
     global_batch: GlobalBatch = None,
     seq_len: SeqLen = None,
@@ -157,6 +157,7 @@ def generate(
     optimizer: Annotated[Literal["adamw", "sgd"] | None, typer.Option("--optimizer", help="default: adamw")] = None,
     fix: FixOption = None,
     memory_limit: MemoryLimit = None,
+    time_limit: TimeLimit = None,
 ) -> int:
     """Write the program of a saved plan, or of TARGET planned now, to a folder."""
     from autopar.report import check_output_folder, read_plan
@@ -166,12 +167,11 @@ def generate(
     check_output_folder(out)
     options = {
         "--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--precision": precision,
-        "--optimizer": optimizer, "--fix": fix, "--memory-limit": memory_limit,
+        "--optimizer": optimizer, "--fix": fix, "--memory-limit": memory_limit, "--time-limit": time_limit,
     }  # fmt: skip
     if _is_target(plan):
-        loaded, made = _compiled(
-            plan, cluster, global_batch, seq_len, precision or "bf16", optimizer or "adamw", fix, memory_limit
-        )
+        asked = (plan, cluster, global_batch, seq_len, precision or "bf16", optimizer or "adamw", fix, memory_limit)
+        loaded, made = _compiled(*asked, time_limit)
         _write(out, made.plan, loaded, made)
     else:
         if given := [name for name, value in options.items() if value is not None]:
@@ -179,7 +179,6 @@ def generate(
         from autopar.target import compile_again, located
 
         saved = located(read_plan(Path(plan)), Path(plan))
-
         with _progress() as progress:
             loaded, made = compile_again(saved, progress=progress)
         same = ("mesh", "rank_order", "zero", "schedule", "stages", "idle_devices")
@@ -193,7 +192,7 @@ def generate(
 @app.command()
 def dryrun(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="what --out wrote")],
-    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="default: 0")] = 0,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="of the plan's world")] = 0,
 ) -> int:
     """Run the program of one rank on fake tensors, whatever the world size: memory and collectives against the plan."""
     from autopar.dryrun import dryrun as run
@@ -207,8 +206,10 @@ def dryrun(
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="what --out wrote")],
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps; default: 5")] = 5,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="default: 600")] = 600.0,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps")] = 5,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="then all processes are ended")
+    ] = 600.0,
 ) -> int:
     """Train a program on local gloo processes and the model on one process; compare losses, gradients, weights."""
     if not timeout > 0:

@@ -53,7 +53,7 @@ def words(region: LocalRegion, variant: Variant) -> str:
     axis = variant.settled.lowered.sharding.axis
     if axis.ranks == 1:
         return "whole on every device"
-    by_factor: dict[str, list[str]] = defaultdict(list)
+    split: dict[str, list[str]] = defaultdict(list)
     for statement in region.statements:
         if isinstance(statement, LocalOp) and statement.rule is not None:
             op = statement.op
@@ -61,13 +61,11 @@ def words(region: LocalRegion, variant: Variant) -> str:
             name = op.target.split(".")[1] if leaf.isdigit() else leaf
             heavy = statement.rule.flop(statement.site)[0] > 0 or statement.strategy.form
             if heavy:
-                factor = statement.strategy.name if statement.strategy.split else "repeated"
+                how = f"by {statement.strategy.name}" if statement.strategy.split else "repeated"
                 label = "attention" if "attention" in op.target else "loss" if "loss" in op.target else name
-                if label not in by_factor[factor]:
-                    by_factor[factor].append(label)
-    parts = [
-        f"{', '.join(names)} {factor if factor == 'repeated' else f'by {factor}'}" for factor, names in by_factor.items()
-    ]
+                if label not in split[how]:
+                    split[how].append(label)
+    parts = [f"{', '.join(names)} {how}" for how, names in split.items()]
     along = Counter(
         local.placement.dim
         for local in region.locals.values()
