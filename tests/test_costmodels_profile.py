@@ -103,6 +103,18 @@ def test_noise_is_made_to_have_economies_of_scale() -> None:
         assert first * (1 - 1e-9) <= then <= first * b / a * (1 + 1e-9)
 
 
+def test_a_link_that_is_slower_than_its_prior_is_as_slow_as_measured() -> None:
+    # 200 Mb/s where the prior has 1 GB/s: it turns from latency to bandwidth elsewhere
+    sizes = tuple(4**n * 4096 for n in range(6))
+    seconds = (5.7e-4, 7.4e-4, 2.72e-3, 1.086e-2, 4.32e-2, 1.745e-1)
+    slow = Sweep(Collective.SEND, 1, 2, 1, sizes, seconds)
+    profile = Profile("cpu", "", "", "", "", 2, collectives=(slow,))
+    cpu = Cluster.preset("cpu:1").device
+    cluster = Cluster.of(cpu, nodes=2, devices_per_node=1).with_profile(profile)
+    for size, expected in [*zip(sizes, seconds, strict=True), (2**17, 2**17 / 2.41e7), (2**30, 2**30 / 2.41e7)]:
+        assert collective_seconds(Collective.SEND, size, slow.group, cluster) == pytest.approx(expected, rel=0.01)
+
+
 def test_a_sweep_is_exact_where_it_was_measured_and_follows_the_prior_beside() -> None:
     cluster = Cluster.preset("8xh100").with_profile(PROFILE)
 
