@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from costmodels.groups import Collective
+from passes.found import Candidate, Found
 from passes.lower import LocalOp, LocalRegion, Reshard
 from passes.placements import S, collectives
 from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Zero
 from passes.price import Axis, local_bytes, reshard_bytes
-from passes.search import Candidate, Found
 from passes.state import Task
 from passes.step import Problem, StageLoad, Variant, dp_uses, loads, pp_axis, run_again, shared_seconds
 

@@ -43,6 +43,7 @@ from passes.choices import (
 )
 from passes.cutting import Cutter, Uncut
 from passes.emit import counted, emit
+from passes.found import Candidate, Found, closest, for_people, nearly
 from passes.lower import Lowered
 from passes.memory import StepBytes, rank_bytes, step_bytes
 from passes.plan import FIX_KEYS
@@ -54,7 +55,6 @@ from passes.step import (
     Pair,
     Problem,
     Settled,
-    StepSeconds,
     Variant,
     full_recompute,
     layers_of,
@@ -66,15 +66,6 @@ from passes.step import (
     with_recompute,
 )
 
-
-def size(bytes_: float) -> str:
-    """Bytes for people, three digits."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if bytes_ >= 0.1 * unit or unit == 2**10:
-            return f"{bytes_ / unit:.3g} {name}"
-    raise AssertionError("unreachable")
-
-
 PIPELINES_SHARDED_FINER = 1  # of each tp and microbatch: it is dear, and most are in vain
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds
 CORRECTIONS = 12  # of one pipeline
@@ -85,20 +76,6 @@ POOR = 2.0  # times a bound: a plan that is worth some more steps
 LATE = 30  # steps past the deadline at most, of about 0.1 s
 RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A priced variant; `why_not` says why it was not chosen."""
-
-    variant: Variant
-    seconds: StepSeconds
-    bytes: StepBytes | None
-    why_not: str = ""
-    played: bool = True  # of a pipeline, whether its schedule was; else the seconds are a bound
-    own: bool = True  # whether the sharding was solved for its mesh
-    recompute_s: float = 0.0  # beside them, what memory asks for at least
-    uncut: Uncut | None = None  # what a pipeline was cut from
 
 
 @dataclass(frozen=True)
@@ -115,21 +92,6 @@ class Finer:
     """A variant that does not fit as it is, to be sharded again under a memory budget."""
 
     variant: Variant
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best variant, what nearly won, and how the search went."""
-
-    best: Candidate
-    by_rank: tuple[StepBytes, ...]  # of the best one, on every pp rank
-    others: tuple[Candidate, ...]
-    enumerated: int
-    visited: int  # of those, whose price was worked out
-    unvisited: int  # of those, which might be faster, but the search was stopped
-    solved: int  # sharding programmes
-    bound_s: float
-    proved: bool
 
 
 Progress = Callable[[str], None]
@@ -191,7 +153,7 @@ class Search:
         first, bound = self.optimum()
         # where a rule cut them or the search was stopped, a later one may be faster
         best, *runners = sorted([first, *self.runners_up(first)], key=lambda one: one.seconds.total)
-        others = self.nearly(best, runners)
+        others = nearly(best, runners, self.rejected)
         bound = min(bound, self.ruled_s, best.seconds.total)
         proved = bound >= best.seconds.total
         by_rank = rank_bytes(self.problem, best.variant, self.rehearsed(best.variant))
@@ -226,7 +188,9 @@ class Search:
         if self.refused and not self.rejected:
             fix = ",".join(f"{k}={self.problem.fix[k]}" for k in FIX_KEYS if k in self.problem.fix)
             raise BadInput(f"--fix {fix} is not possible: {self.refused[0]}")
-        raise NoPlanFits(self.closest())
+        if not self.rejected:
+            self.price_smallest()
+        raise NoPlanFits(closest(self.problem.cluster, self.rejected))
 
     def priced_s(self) -> float:
         """The fastest of what waits with a price; it may yet turn out not to fit."""
@@ -611,7 +575,7 @@ class Search:
         if held.peak <= self.limit:
             self.push(candidate.seconds.total, replace(candidate, bytes=held))
             return
-        self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {size(held.peak)}"))
+        self.rejected.append(replace(candidate, bytes=held, why_not=f"does not fit: {for_people(held.peak)}"))
         if candidate.uncut is not None and not self.cutter(variant.settled).tries_all(len(variant.stages)):
             self.correct(candidate.uncut, variant, candidate.seconds.total)
         if "recompute" not in self.problem.fix:
@@ -718,7 +682,7 @@ class Search:
             counted = programme.held_bytes(trial.settled.lowered.sharding.chosen, terms)
             budget = counted - share * (now.peak - self.limit)
             self.solved += 1
-            self.progress(f"tp {pair.tp}, dp {pair.dp}, ZeRO-{variant.zero}: cut finer, {size(budget)}")
+            self.progress(f"tp {pair.tp}, dp {pair.dp}, ZeRO-{variant.zero}: cut finer, {for_people(budget)}")
             found = programme.solve(replace(terms, budget_bytes=budget))
             if found is None:  # too much at once: part of the excess may be elsewhere
                 share /= 2
@@ -737,45 +701,7 @@ class Search:
             if now.peak <= self.limit:
                 self.push(seconds.total, Candidate(trial, seconds, now))
                 return
-            self.rejected.append(Candidate(trial, seconds, now, f"does not fit: {size(now.peak)}"))
-
-    # -- what is said of the others --------------------------------------------------------------------------------
-
-    def nearly(self, best: Candidate, runners: list[Candidate]) -> tuple[Candidate, ...]:
-        said = [replace(c, why_not=reason(best, c)) for c in runners]
-        shown = {(c.variant.settled.pair, c.variant.zero, c.variant.group) for c in (best, *runners)}
-        for one in sorted(self.rejected, key=lambda c: c.seconds.total):
-            key = (one.variant.settled.pair, one.variant.zero, one.variant.group)
-            if key not in shown and one.seconds.total < best.seconds.total:
-                shown.add(key)
-                said.append(one)
-        return tuple(said[:5])
-
-    def closest(self) -> str:
-        """The sentence for "nothing fits": which constraint binds and by how much."""
-        cluster = self.problem.cluster
-        head = f"no plan fits {cluster.devices} {cluster.device.name} ({size(self.limit)} usable each)"
-        if not self.rejected:
-            self.price_smallest()
-        one = min(self.rejected, key=lambda c: c.bytes.peak if c.bytes else 0)
-        assert one.bytes is not None
-        variant, held = one.variant, one.bytes
-        recompute = ", full recompute" if any(variant.recompute) else ""
-        zero = f", ZeRO-{variant.zero} over {variant.group}" if variant.zero else ""
-        pair = variant.settled.pair
-        pp = f"pp {pair.pp} ({variant.schedule}), " if variant.staging else ""
-        named = {
-            "parameters": held.static.parameters,
-            "gradients": held.static.gradients,
-            "optimizer": held.static.optimizer,
-            "activations": held.activations,
-            "transients": held.logits + held.transient + held.static.buffers + held.inputs,
-        }
-        parts = ", ".join(f"{k} {size(v)}" for k, v in named.items() if v)
-        return (
-            f"{head}.\n  The closest ({pp}dp {pair.dp}, tp {pair.tp}{zero}{recompute}, microbatch {pair.microbatch}) "
-            f"needs {size(held.peak)} on {'the fullest' if pp else 'every'} device: {parts}."
-        )
+            self.rejected.append(Candidate(trial, seconds, now, f"does not fit: {for_people(now.peak)}"))
 
     def price_smallest(self) -> None:
         """Price the variant that comes nearest where every one was beyond hope: what binds is to be said."""
@@ -794,26 +720,5 @@ class Search:
 
     def reject(self, variant: Variant) -> None:
         held = self.bytes_of(variant)
-        why = f"does not fit: {size(held.peak)}"
+        why = f"does not fit: {for_people(held.peak)}"
         self.rejected.append(Candidate(variant, step_seconds(self.problem, variant), held, why))
-
-
-def reason(best: Candidate, other: Candidate) -> str:
-    """Why a plan that fits is slower: where it loses most."""
-    names = {
-        "compute": "more compute per device",
-        "tp_comm": "more tp communication",
-        "dp_comm": "dp communication not hidden",
-        "pp_comm": "more pp communication",
-        "bubble": "a longer bubble",
-        "recompute": "more recompute",
-        "optimizer": "a longer optimizer step",
-    }
-    lost = {k: getattr(other.seconds, k) - getattr(best.seconds, k) for k in names}
-    if max(lost.values()) < 1e-3 * best.seconds.total:
-        return (
-            "as fast, with more memory"
-            if other.bytes and best.bytes and other.bytes.peak > best.bytes.peak
-            else "as fast"
-        )
-    return names[max(lost, key=lambda k: lost[k])]

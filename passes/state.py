@@ -14,10 +14,10 @@ from costmodels.cluster import Cluster
 from passes.batch import BatchInfo
 from passes.blocks import Blocked
 from passes.capture import Captured
+from passes.found import Found
 from passes.graph import Graph, Op
 from passes.lower import Lowered
 from passes.plan import Fix, Plan
-from passes.search import Found
 
 
 @dataclass(frozen=True)

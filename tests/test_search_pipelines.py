@@ -18,9 +18,10 @@ from costmodels.cluster import Cluster
 from costmodels.errors import NoPlanFits
 from passes.choices import groups, pairs, pipeline_refusal, stagings
 from passes.cutting import EXHAUSTIVE, Uncut, positions
+from passes.found import Found
 from passes.memory import step_bytes
 from passes.pipeline import PIPELINE, problem_of
-from passes.search import Found, Search
+from passes.search import Search
 from passes.stages import made_again
 from passes.state import State, Task, run
 from passes.step import Problem, Settled, Staging, Variant, layers_of, step_seconds, with_recompute
