@@ -66,9 +66,7 @@ def sweeps(cluster: Cluster, clock: Clock, progress: Progress) -> tuple[Sweep, .
                 if kind is Collective.BROADCAST:
                     continue  # no program runs it in a step
                 progress(f"{kind.value} of {size} ranks, {stride} apart")
-                sizes, taken = zip(*_sweep(kind, size, clock), strict=True)
-                # a smaller message never takes longer
-                seconds = tuple(min(taken[at:]) for at in range(len(taken)))
+                sizes, seconds = zip(*_sweep(kind, size, clock), strict=True)
                 found.append(Sweep(kind, group.ranks_per_node, group.nodes, group.siblings, sizes, seconds))
     return tuple(found)
 
@@ -244,7 +242,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         torch=str(torch.__version__),
         backend="gloo" if kind == "cpu" else "nccl " + ".".join(map(str, torch.cuda.nccl.version())),
         ranks=cluster.devices,
-        processor_share=share,
+        processor_share=min(share, processor_share(clock)),
         operators=operators,
         collectives=collectives,
         attention_tail_waves=waves,
@@ -257,7 +255,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
 
 
 def processor_share(clock: Clock) -> float:
-    """Of the processor time that every process asks for, what the one with least gets: less than 1 beside others."""
+    """Of the processor time that a process asks for, what the one with least gets: less where others compute too."""
     x = torch.randn(512, 512)
     began, before = time.perf_counter(), time.process_time()
     while (taken := time.perf_counter() - began) < SHARE_S:

@@ -419,7 +419,7 @@ class _Follower(Tracker):
         for name, tensors in kinds.items():
             keys = {local(t).untyped_storage()._cdata for t in tensors}
             held.append((name, sum(left.pop(key, 0) for key in keys)))
-        self.held = (*held, ("activations, gathered parameters and buffers", sum(left.values())))
+        self.held = (*held, ("activations, gathered parameters, buffers", sum(left.values())))
         self.where = _line()
 
 

@@ -238,7 +238,7 @@ def _solver(plan: Plan) -> str:
     if plan.status == "optimal":
         found = "proved optimal"
     elif math.isfinite(solver.gap):
-        found = f"best found, within {100 * solver.gap:.1f} % of optimal"
+        found = f"best found, optimality gap {100 * solver.gap:.1f} %"
     else:
         found = "best found, without a bound"
     took = f", {_seconds(solver.seconds)}" if solver.seconds else ""

@@ -304,6 +304,7 @@ def _compare(task: _Task, rank: int, scratch: Path) -> None:
         result = {"steps": [asdict(step) for step in steps], "missing": sorted(missing)}
         (scratch / "result.json").write_text(json.dumps(result))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def _program(folder: Path) -> Program:

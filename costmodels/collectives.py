@@ -70,6 +70,7 @@ def measured_curve(kind: Collective, group: Group, cluster: Cluster) -> tuple[Se
     ratios = [seconds / prior for seconds, prior in zip(sweep.seconds, priors, strict=True)]
     points = [ratio * prior_seconds(kind, x, group, cluster) for ratio, x in zip(ratios, sweep.bytes, strict=True)]
     points = _with_economies_of_scale(sweep.bytes, points)
+    ratios = [point / prior_seconds(kind, x, group, cluster) for point, x in zip(points, sweep.bytes, strict=True)]
     sizes = sorted({*map(float, sweep.bytes), *GRID_BYTES})
     found: list[float] = []
     for number, size in enumerate(sizes):
@@ -88,7 +89,10 @@ def measured_curve(kind: Collective, group: Group, cluster: Cluster) -> tuple[Se
 
 
 def _with_economies_of_scale(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """The nearest seconds, in logarithms, that rise with the size, and fall by the byte."""
+    """The seconds evened out, in logarithms, such that they fall by the byte, then such that they rise with the size.
+
+    The second keeps the first: in a pool of seconds, which are equal, none rises faster than the size.
+    """
     logs = [math.log(x) for x in sizes]
     by_byte = _rising([x - math.log(taken) for x, taken in zip(logs, seconds, strict=True)])
     return [math.exp(one) for one in _rising([x - rate for x, rate in zip(logs, by_byte, strict=True)])]

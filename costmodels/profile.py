@@ -7,7 +7,7 @@
     torch: 2.13.0
     backend: nccl 2.28.9
     ranks: 16
-    processor_share: 0.99            # of the processor time that the processes asked for while they measured
+    processor_share: 0.99            # of the processor time that the processes asked for, before and after
     operators:                       # seconds = fixed_s + FLOP / flop_per_s + bytes / bytes_per_s
     - {operator: matmul, dtype: bf16, flop_per_s: 6.5e+14, bytes_per_s: 7.3e+12, fixed_s: 7.0e-06}
     collectives:                     # seconds by bytes of the full tensor
@@ -124,7 +124,7 @@ class Profile:
         found = []
         if self.processor_share is not None and self.processor_share < QUIET:
             share = f"{100 * self.processor_share:.0f} %"
-            found.append(f"{self.name} was measured with {share} of the processors: other programs ran beside it")
+            found.append(f"{self.name} had {share} of the processor time that it asked for: others ran, or cores lack")
         if device.kind == "cpu" and self.ranks == 1 < devices:
             found.append(f"{self.name} was measured on one process, which has all cores; {devices} share them")
         return tuple(found)

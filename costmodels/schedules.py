@@ -41,8 +41,7 @@ class Queue(Enum):
     unbatched P2P ops are [...] serialized with all other ops on this ProcessGroup" (its own warning).
     """
 
-    FREE = "free"  # none
-    LINK = "link"  # those that a rank sends, over its one link: gloo
+    FREE = "free"  # none: gloo
     PAIR = "pair"  # those of two ranks, and all batches of a rank: NCCL without device_id
     RANK = "rank"  # all of a rank: NCCL with device_id at init_process_group
 
@@ -148,12 +147,11 @@ def simulate(
     assert len(stages) == len(table.rank_of) == len(transfer_s) + 1, (len(stages), len(transfer_s), table.rank_of)
     seconds_of = [*(s.forward for s in stages), *(s.backward for s in stages)]
     seconds_of += [*(s.input for s in stages), *(s.weight for s in stages)]
-    per_rank, queues, shares_link = queue is Queue.RANK, queue in (Queue.RANK, Queue.PAIR), queue is Queue.LINK
+    per_rank, queues = queue is Queue.RANK, queue is not Queue.FREE
     ranks = range(len(table.programs))
     busy, clock, reached = ([0.0 for _ in ranks] for _ in range(3))
     ordered = [0.0 for _ in ranks]  # the clocks if transfers were instant and nobody queued
     free_at = [0.0] * table.events.queues
-    sent_at = [0.0 for _ in ranks]
     done = [0.0] * table.events.transfers
     ordered_done = list(done)
     for kind, rank, a, peer, b, transfer, boundary in table.events.order:
@@ -165,9 +163,7 @@ def simulate(
         elif kind == _POST:
             reached[rank] = max(clock[rank], free_at[rank if per_rank else a]) if queues else clock[rank]
         elif kind == _TRANSFER:
-            end = max(reached[rank], reached[peer], sent_at[rank]) + transfer_s[boundary]
-            if shares_link:
-                sent_at[rank] = end
+            end = max(reached[rank], reached[peer]) + transfer_s[boundary]
             done[transfer], ordered_done[transfer] = end, ordered[rank]
             for q in (rank, peer) if per_rank else (a, b):
                 free_at[q] = max(free_at[q], end)

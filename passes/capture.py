@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from costmodels.errors import BadInput, CaptureError
-from passes.graph import Arg, Graph, Op, Ref, Size, map_op, mutates
+from passes.graph import FLOATS, Arg, Graph, Op, Ref, map_op, mutates
 from passes.interpret import may_alias
 from passes.records import Traced, is_user_code, records
 from passes.shallow import make_shallow, with_sizes_of
@@ -90,16 +90,21 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
     if not tensors:
         raise BadInput("the batch holds no tensor; pass a dict, a tuple or a tensor whose first dim counts rows")
     rows = next((t.shape[0] for t in tensors.values() if t.dim()), 1)
-    as_long = frozenset(key for key, t in tensors.items() if t.dim() and t.shape[0] == rows)
+    by_rows = frozenset(key for key, t in tensors.items() if t.dim() and t.shape[0] == rows)
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     dtype = COMPUTE_DTYPES[precision]
     whole = _fake_copy(model, mode, dtype)
 
+    few = {  # rows for a trace in which they are a symbol
+        key: torch.empty((ROWS, *t.shape[1:]), dtype=t.dtype, device="meta") if key in by_rows else t
+        for key, t in tensors.items()
+    }
+
     def trace(module: nn.Module, tensors: Mapping[str | int, torch.Tensor], symbols: frozenset[str | int]) -> Traced:
         return _traced(_Step(module, loss_fn, batch, tuple(tensors), dtype), mode, tensors, symbols)
 
-    def trace_twin(few: Mapping[str | int, torch.Tensor], by_rows: frozenset[str | int]) -> Traced | None:
+    def trace_twin() -> Traced | None:
         twin = _fake_copy(model, mode, dtype)
         if not make_shallow(twin):
             return None
@@ -110,32 +115,19 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
         graph = with_sizes_of(shallow.graph, deep.graph, ROWS)
         return replace(deep, graph=graph) if graph is not None else None
 
-    def trace_rows(by_rows: frozenset[str | int]) -> Traced:
-        """With a symbol for the rows of these entries; the others are taken whole."""
-        few = {
-            key: torch.empty((ROWS, *t.shape[1:]), dtype=t.dtype, device="meta") if key in by_rows else t
-            for key, t in tensors.items()
-        }
-        return trace_twin(few, by_rows) or trace(whole, few, by_rows)
-
-    by_rows, coupled = as_long, ""
+    coupled = ""
     try:
-        traced = trace_rows(by_rows)
+        traced = trace_twin() or trace(whole, few, by_rows)
     except CaptureError as error:
-        for key in (key for key in tensors if len(as_long) > 1 and key in as_long):  # one may be so by chance
-            by_rows = as_long - {key}
-            with contextlib.suppress(CaptureError):
-                traced = trace_rows(by_rows)
-                if any(isinstance(n, Size) for op in traced.graph.ops for v in op.results for n in v.shape):
-                    break
-        else:
-            by_rows = as_long
-            try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
-                traced = trace(whole, tensors, frozenset())
-            except CaptureError:
-                raise error from None
-            why = str(error).splitlines()[0].removeprefix(f"{type(model).__name__} cannot be captured")
-            coupled = f"the rows of a batch are not independent: {why.lstrip(': ')}"
+        try:  # a loss that couples the rows of a batch is specialised to it: trace this one size
+            traced = trace(whole, tensors, frozenset())
+        except CaptureError:
+            raise error from None
+        why = str(error).splitlines()[0].removeprefix(f"{type(model).__name__} cannot be captured").lstrip(": ")
+        coupled = f"the rows of a batch are not independent: {why}"
+        if len(by_rows) > 1:
+            names = ", ".join(str(key) for key in tensors if key in by_rows)
+            coupled += f"; {names} are taken to go by rows: give one that does not another first dim"
     sequence = next((t.shape[1] for k, t in tensors.items() if k in by_rows and t.dim() == 2), None)
     return Captured(
         name=type(model).__name__,
@@ -147,7 +139,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: s
         example_rows=rows,
         seq_len=sequence if any(not t.is_floating_point() for t in tensors.values() if t.dim() == 2) else None,
         coupled=coupled,
-        notes=tuple(_notes(model, leaves, as_long - by_rows)),
+        notes=tuple(_notes(model, leaves)),
     )
 
 
@@ -236,10 +228,15 @@ class _Step(nn.Module):
             return leaf.to(self._dtype) if is_float and self._dtype != torch.float32 else leaf
 
         with preserve_node_meta(), _Located():
-            with _SameDtype() if self._dtype == torch.float32 else _OneDtype(self._dtype):
+            with contextlib.nullcontext() if self._dtype == torch.float32 else _OneDtype(self._dtype):
                 output = self.model(*map(low, args), **{k: low(v) for k, v in kwargs.items()})
             if self._loss_fn is not None:
-                output = self._loss_fn(_upcast(output), whole)
+                output = _upcast(output)
+                try:
+                    output = self._loss_fn(output, whole)
+                except Exception as error:
+                    error.add_note(_IN_LOSS)
+                    raise
         loss = loss_of(output)
         if loss is None:
             raise _NoLoss(
@@ -250,10 +247,10 @@ class _Step(nn.Module):
         return (loss,)
 
 
-_PRODUCTS = frozenset(
-    ["linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d",
-     "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
-     "multi_head_attention_forward"]
+_PRODUCTS = frozenset(  # torch's functions, and operators of the same name
+    ["linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm",
+     "einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+     "scaled_dot_product_attention", "multi_head_attention_forward"]
 )  # fmt: skip
 _NORMS = frozenset(["layer_norm", "rms_norm", "group_norm", "instance_norm", "prelu"])
 
@@ -288,19 +285,6 @@ class _OneDtype(TorchFunctionMode):
         return leaf.to(dtype) if self.is_float(leaf) and leaf.dtype != dtype else leaf
 
 
-class _SameDtype(TorchFunctionMode):
-    """Products of two dtypes are refused, as they are on real tensors: fake ones let some pass."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _PRODUCTS and not torch.is_autocast_enabled("cpu"):
-            found = {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()}
-            if len(found) > 1:
-                kinds = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-                raise RuntimeError(f"{name} takes tensors of one dtype, not {kinds}")
-        return func(*args, **(kwargs or {}))
-
-
 class _Located(TorchFunctionMode):
     """Every operator is traced with the line of the user's code that called it.
 
@@ -318,6 +302,9 @@ class _Located(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             set_stack_trace([])
+
+
+_IN_LOSS = "in loss_fn"
 
 
 class _NoLoss(Exception):
@@ -351,6 +338,7 @@ def _traced(
     program = _export(step, mode, tensors, symbols)
     traced = records(program, step.model, tuple(tensors))
     _leaves_parameters_alone(traced.graph)
+    _multiplies_one_dtype(traced.graph)
     try:
         return replace(traced, graph=functional(traced.graph))
     except CaptureError:  # writes through views: torch's own functionalization, at the price of a second trace
@@ -421,29 +409,35 @@ _REMEDIES = {
 
 def _explain(error: Exception, step: _Step) -> str:
     """What failed, in which line of the user's code, and what to do."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if is_user_code(f.filename)]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
     where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
-    if any(f.filename == __file__ and "_loss_fn(" in (f.line or "") for f in frames):
-        where = f" with this loss_fn{where}"
+    in_loss = _IN_LOSS in getattr(error, "__notes__", ())
     text = f"{type(error).__name__}: {error}"
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    what = next((remedy for mark, remedy in _REMEDIES.items() if mark in text), said[0][:300])
     if isinstance(error, KeyError):
-        said = text
-    if isinstance(error, KeyError) or ("missing" in said and "argument" in said):
-        said += f"; the batch has {', '.join(map(str, batch_leaves(step.batch)))}"
-    what = next((remedy for mark, remedy in _REMEDIES.items() if mark in text), said)
-    return f"{type(step.model).__name__} cannot be captured{where}: {what}"
+        what = text
+    if (in_loss and isinstance(error, KeyError)) or (not own and isinstance(error, TypeError)):  # forward's own call
+        what += f"; the batch has {', '.join(map(str, batch_leaves(step.batch)))}"
+    return f"{type(step.model).__name__} cannot be captured{' with this loss_fn' if in_loss else ''}{where}: {what}"
 
 
-def _notes(model: nn.Module, leaves: Mapping[str | int, Any], whole: frozenset[str | int]) -> Iterator[str]:
+def _notes(model: nn.Module, leaves: Mapping[str | int, Any]) -> Iterator[str]:
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         yield "the model's own gradient checkpointing is ignored: recompute is planned here"
     for key, leaf in leaves.items():
         if isinstance(leaf, (int, float)):
             yield f"batch entry {key} is {leaf} for good: numbers are part of the program; a tensor may vary"
-        if key in whole:
-            yield f"batch entry {key} does not go by rows, though it has as many: every rank takes all of it"
+
+
+def _multiplies_one_dtype(graph: Graph) -> None:
+    """Raises CaptureError where a product's operands have two dtypes: real tensors refuse them, fake ones may not."""
+    for op in graph.ops:
+        name = op.target.split(".")[1]
+        if name in _PRODUCTS and "attention" not in name:  # which looks at its own, and whose mask may have another
+            kinds = sorted({graph.values[one].dtype for one in op.operands if graph.values[one].dtype in FLOATS})
+            if len(kinds) > 1:
+                raise CaptureError(f"{op.source}: {name} takes tensors of one dtype, not {' and '.join(kinds)}")
 
 
 # -- no operator writes in place, buffers excepted ----------------------------------------------------------------

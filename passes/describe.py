@@ -18,13 +18,14 @@ from passes.step import Problem, StageLoad, Variant, dp_uses, loads, pp_axis, ru
 def headline(name: str, variant: Variant, task: Task) -> str:
     """The first lines of program.py."""
     pair = variant.settled.pair
+    m = pair.microbatches(task.global_batch)
     zero = f", ZeRO-{variant.zero} over {variant.group}" if variant.zero else ""
     devices = pair.pp * pair.dp * pair.tp
     local = min(devices, task.cluster.devices_per_node)
     pp = f"pp {pair.pp} ({variant.schedule}), " if variant.staging else ""
     return (
         f"{name} on {devices} processes: {pp}dp {pair.dp}, tp {pair.tp}{zero}, "
-        f"{pair.microbatches(task.global_batch)} microbatches of {pair.microbatch}, {task.precision}.\n\n"
+        f"{m} microbatch{'es' if m > 1 else ''} of {pair.microbatch}, {task.precision}.\n\n"
         f"    torchrun --nproc-per-node {local} program.py --steps 10\n\n"
         "Written by autopar; yours to edit. Shapes in comments are those of one rank."
     )

@@ -280,7 +280,7 @@ def problem_of(state: State) -> Problem:
         fix=task.fix,
         frozen=frozen(state),
         # over NCCL torch posts all transfers of a rank to one stream; gloo has none
-        queue=Queue.RANK if task.cluster.device.kind == "cuda" else Queue.LINK,
+        queue=Queue.RANK if task.cluster.device.kind == "cuda" else Queue.FREE,
     )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,8 +73,8 @@ CORRECTIONS = 12  # of one pipeline
 ROOMY = 1.05  # times the limit: where stages are not rehearsed yet, what they hold is known to a few percent
 ROOMIER = 1.3  # times the limit: where nothing fits otherwise
 UNEVEN = 1.25  # times an even share of the work, in a bound
-POOR = 2.0  # times a bound: a plan that is worth some more steps
-LATE = 30  # steps past the deadline at most, of about 0.1 s
+POOR = 2.0  # times a bound: a plan that is worth going on for
+LATE_S = 3.0  # past the deadline, and the step that is under way then
 RUNNERS_UP = 3
 NEARLY = 1.25  # times the best step: slower plans are no runners-up
 
@@ -114,7 +115,7 @@ class Search:
         self.queue: list[tuple[float, int, object]] = []
         self.enumerated = 0
         self.visited: set[object] = set()
-        self.unvisited: list[tuple[float, frozenset[object]]] = []  # what was no longer looked at, and its bound
+        self.unvisited: list[tuple[float, object]] = []  # what was no longer looked at, under its bound
         self.solved = 0
         self.solved_s: dict[Pair, float] = {}  # no step of the pair is faster
         self.rehearsals: dict[tuple[Lowered, tuple[int, ...], bool], tuple[Rehearsal, ...]] = {}
@@ -155,9 +156,9 @@ class Search:
         best, *runners = sorted([first, *self.runners_up(first)], key=lambda one: one.seconds.total)
         others = nearly(best, runners, self.rejected)
         bound = min(bound, self.ruled_s, best.seconds.total)
-        proved = bound >= best.seconds.total
+        proved = best is first and bound >= best.seconds.total
         by_rank = rank_bytes(self.problem, best.variant, self.rehearsed(best.variant))
-        stopped = (every for least, every in self.unvisited if least < best.seconds.total)
+        stopped = (self.choices(item) for least, item in self.unvisited if least < best.seconds.total)
         unvisited = frozenset[object]().union(*stopped) - self.visited
         return Found(
             best, by_rank, others, self.enumerated, len(self.visited), len(unvisited), self.solved, bound, proved
@@ -166,23 +167,26 @@ class Search:
     def optimum(self) -> tuple[Candidate, float]:
         """The first candidate known to fit that comes up, and the time that no plan can beat.
 
-        Past the deadline only what is priced already is looked at, as long as there is some; for a few steps more, if
-        that is far from what may be found.
+        Past the deadline only what is priced already is looked at, as long as there is some; for a little longer, if
+        that is far from what may be found. What was left is taken up again where nothing priced fits.
         """
-        left_s, late = math.inf, 0  # what is no longer looked at takes at least
-        while self.queue or self.left:
-            if not self.queue:  # before it is said that nothing fits, what does not by the estimate is tried
+        until_s = math.inf
+        while self.queue or self.unvisited or self.left:
+            if not self.queue and self.unvisited:
+                for bound, item in self.unvisited:
+                    self.push(bound, item)
+                self.unvisited = []
+            elif not self.queue:  # before it is said that nothing fits, what does not by the estimate is tried
                 for bound, uncut in self.left:
                     self.push(bound, uncut)
                 self.left = []
             bound, _, item = heapq.heappop(self.queue)
             if isinstance(item, Candidate) and item.bytes is not None:
-                return item, min(bound, left_s)
+                return item, min(bound, *(least for least, _ in self.unvisited), math.inf)
             if not isinstance(item, Candidate) and self.deadline():
-                late += 1
-                if self.priced_s() < (POOR * bound if late <= LATE else math.inf):
-                    left_s = min(left_s, bound)
-                    self.unvisited.append((bound, self.choices(item)))
+                until_s = min(until_s, time.monotonic() + LATE_S)
+                if self.priced_s() < (POOR * bound if time.monotonic() < until_s else math.inf):
+                    self.unvisited.append((bound, item))
                     continue
             self.expand(item, bound)
         if self.refused and not self.rejected:
@@ -214,7 +218,7 @@ class Search:
                 break
             if isinstance(item, Candidate) and item.bytes is not None:
                 found.append(item)
-            elif isinstance(item, Candidate) and len(self.rehearsals) < rehearsals:
+            elif isinstance(item, Candidate) and len(self.rehearsals) < rehearsals and not self.deadline():
                 self.expand(item, bound)
         return found
 

@@ -1,6 +1,7 @@
 """Measuring a machine: what is timed, what is made of it, and the file that comes out."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -62,7 +63,8 @@ def test_two_ranks_agree_on_one_profile(gloo) -> None:
     assert first.unit_s is not None and 0 <= first.unit_s < 0.1
     cluster = Cluster.preset("cpu:2").with_profile(first)
     sweep = next(one for one in first.collectives if one.kind is Collective.ALL_GATHER)
-    assert collective_seconds(Collective.ALL_GATHER, 65536, sweep.group, cluster) == pytest.approx(sweep.seconds[1])
+    taken = [collective_seconds(Collective.ALL_GATHER, size, sweep.group, cluster) for size in sweep.bytes]
+    assert taken == pytest.approx(sweep.seconds) or taken == pytest.approx([math.sqrt(math.prod(sweep.seconds))] * 2)
 
 
 def test_a_message_to_the_next_rank_is_timed_over_every_hop(gloo) -> None:
@@ -151,7 +153,7 @@ def test_a_profile_of_a_busy_machine_or_of_one_process_is_doubted(
     cpu = Cluster.preset("cpu:2").device
     one = Profile("cpu", "x", "2026-11-30", "x", "gloo", 1, 0.99, name="mine.yaml")
     alone = "mine.yaml was measured on one process, which has all cores; 2 share them"
-    busy = "mine.yaml was measured with 61 % of the processors: other programs ran beside it"
+    busy = "mine.yaml had 61 % of the processor time that it asked for: others ran, or cores lack"
     assert one.doubts(cpu, 1) == () and one.doubts(Cluster.preset("8xh100").device, 8) == ()
     assert one.doubts(cpu, 2) == (alone,)
     assert replace(one, ranks=2, processor_share=0.61).doubts(cpu, 2) == (busy,)

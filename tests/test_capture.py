@@ -588,24 +588,43 @@ def test_an_error_of_loss_fn_is_said_to_be_of_loss_fn():
     assert str(error.value).endswith("): KeyError: 'labels'; the batch has x, y")
 
 
+def test_a_key_that_forward_itself_misses_is_not_the_batchs():
+    with pytest.raises(CaptureError, match=r"KeyError: 'q'$"):
+        captured(lambda self, x: self.a({}["q"]))
+
+
 def test_what_forward_misses_is_said_beside_what_the_batch_has():
     with pytest.raises(CaptureError, match=r"missing 1 required positional argument: 'x'; the batch has X, y$"):
         captured(lambda self, x: self.a(x), batch={"X": BATCH["x"], "y": BATCH["y"]})
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda self, x: self.a(x.to(torch.bfloat16)),
-        lambda self, x: x @ self.a.weight.double(),
-        lambda self, x: F.scaled_dot_product_attention(x[None], x[None].half(), x[None])[0] + self.a(x),
+        lambda self, x: self.a(x.to(torch.float16)),
+        lambda self, x: F.linear(x, weight=self.a.weight.double()),
+        lambda self, x: (self.a.weight.double() @ x[0]) + x,
     ],
 )
-def test_products_of_two_dtypes_are_refused_as_on_real_tensors(compute):
+def test_products_of_two_dtypes_are_refused_as_on_real_tensors(compute, precision):
     with pytest.raises(RuntimeError):
         compute(Small(compute, a=linear()), BATCH["x"])
-    with pytest.raises(CaptureError, match=r"takes tensors of one dtype, not \w+ and float\d+$"):
-        captured(compute)
+    with pytest.raises(CaptureError, match=r"test_capture.py:\d+: .* takes tensors of one dtype, not .*float"):
+        capture(Small(compute, a=linear()), BATCH, mse, precision)
+
+
+def test_products_of_two_dtypes_in_loss_fn_are_refused():
+    with pytest.raises(CaptureError, match="takes tensors of one dtype, not float32 and float64"):
+        captured(lambda self, x: self.a(x), lambda o, b: (o @ torch.ones(3, 3, dtype=torch.float64)).sum())
+
+
+def test_a_mask_may_have_another_dtype():
+    def attend(self, x):
+        q = self.a(x)[None].half()
+        return F.scaled_dot_product_attention(q, q, q, torch.zeros(x.shape[0], x.shape[0])).float()[0]
+
+    assert targets(captured(attend, loss_fn=lambda o, b: o.sum()).graph)
 
 
 def test_parameters_of_bf16_are_trained_in_bf16_only():
@@ -656,34 +675,10 @@ def test_a_loss_that_fixes_the_rows_is_captured_for_them_alone(loss_fn, why):
     assert re.search(why, found.coupled), found.coupled
 
 
-@pytest.mark.parametrize(
-    ("compute", "loss_fn"),
-    [
-        (lambda self, x, table: self.a(x) + x[:, :1] * table[0], mse),
-        (lambda self, x, table: self.a(x) + (x @ table[:3]).relu(), mse),
-        (lambda self, x, table: self.a(x) + (x.unsqueeze(1) - table).square().sum(1), mse),
-        (lambda self, x, table: self.a(x), lambda o, b: mse(o, b) + (b["table"][:2] @ o.sum(0)).sum()),
-    ],
-)
-def test_an_entry_as_long_as_the_batch_by_chance_is_taken_whole(compute, loss_fn):
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = linear()
-
-        def forward(self, x: Tensor, table: Tensor) -> Tensor:
-            return compute(self, x, table)
-
-    model, batch = Net(), {**BATCH, "table": torch.rand(ROWS, 3)}
-    found = capture(model, batch, loss_fn)
-    assert not found.coupled
-    loss, _ = computed(model, found, batch)
-    torch.testing.assert_close(loss, loss_fn(model(batch["x"], batch["table"]), batch).detach())
-    whole = [one.key for one in found.inputs if not one.rows]
-    said = [
-        f"batch entry {key} does not go by rows, though it has as many: every rank takes all of it" for key in whole
-    ]
-    assert whole in ([], ["table"]) and list(found.notes) == said
+def test_an_entry_that_may_not_go_by_rows_is_named():
+    batch = {**BATCH, "table": torch.rand(ROWS, 3)}
+    found = captured(lambda self, x: self.a(x), lambda o, b: mse(o, b) + (F.pad(o, (0, 1)) @ b["table"]).sum(), batch)
+    assert found.coupled.endswith("; x, y, table are taken to go by rows: give one that does not another first dim")
 
 
 # -- what is left alone -----------------------------------------------------------------------------------------------

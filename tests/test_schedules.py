@@ -238,11 +238,8 @@ def relaxed(one: Table, stages: Sequence[StageSeconds], transfer_s: Sequence[flo
     ended: dict[Transfer, float] = defaultdict(float)
     while True:
         reached: dict[tuple[Transfer, int], float] = {}
-        before: dict[Transfer, Transfer] = {}  # on the same link
         clocks = []
         for rank, program in enumerate(one.programs):
-            sends = [t for step in program if isinstance(step, Post) for t in step.transfers if t.source == rank]
-            before |= dict(zip(sends[1:], sends, strict=False)) if queue is Queue.LINK else {}
             clock, free_at = 0.0, defaultdict[object, float](float)
             for step in program:
                 if isinstance(step, Action):
@@ -253,13 +250,13 @@ def relaxed(one: Table, stages: Sequence[StageSeconds], transfer_s: Sequence[flo
                 else:
                     peers = {t.source + t.target - rank for t in step.transfers}
                     batch = len({t.source for t in step.transfers}) == 2
-                    name = {Queue.RANK: 0, Queue.PAIR: "batch" if batch else min(peers)}.get(queue, step)
+                    name = {Queue.RANK: 0, Queue.PAIR: "batch" if batch else min(peers), Queue.FREE: step}[queue]
                     for t in step.transfers:
                         reached[t, rank] = max(clock, free_at[name])
                     free_at[name] = max([free_at[name], *(ended[t] for t in step.transfers)])
             clocks.append(clock)
         now = {
-            t: max(reached[t, t.source], reached[t, t.target], ended[before[t]] if t in before else 0.0)
+            t: max(reached[t, t.source], reached[t, t.target])
             + transfer_s[t.stage if t.work is Work.FORWARD else t.stage - 1]
             for t, _ in reached
         }
@@ -317,16 +314,7 @@ def test_without_one_queue_per_rank_a_batch_overtakes_single_transfers() -> None
     )
     one = Table((first, second), (0, 1))
     seconds = {queue: simulate(one, [EQUAL] * 2, [10.0], queue).seconds for queue in Queue}
-    assert seconds == {Queue.FREE: 24, Queue.LINK: 24, Queue.PAIR: 24, Queue.RANK: 34}
-
-
-def test_what_a_rank_sends_takes_turns_on_its_link() -> None:
-    sends = [Transfer(0, Work.FORWARD, m, source=0, target=1) for m in range(3)]
-    first = tuple(step for m, t in enumerate(sends) for step in (Action(0, Work.FORWARD, m), Post((t,))))
-    second = (Post(tuple(sends)), *(s for m, t in enumerate(sends) for s in (Wait((t,)), Action(1, Work.FORWARD, m))))
-    one = Table((first, second), (0, 1))
-    seconds = [simulate(one, [EQUAL] * 2, [3.0], queue).seconds for queue in (Queue.FREE, Queue.LINK)]
-    assert seconds == [7, 11]  # sent at 1, 2, 3, or at 1, 4, 7
+    assert seconds == {Queue.FREE: 24, Queue.PAIR: 24, Queue.RANK: 34}
 
 
 @pytest.mark.parametrize("queue", Queue)

@@ -407,5 +407,44 @@ def test_nothing_fits_says_by_how_much():
 def test_past_the_deadline_the_best_known_plan_is_taken_and_not_called_optimal():
     asked_often = iter(range(10**6))
     answer = Search(asked(), lambda text: None, lambda: next(asked_often) > 3).run()
-    assert answer.best.bytes is not None
-    assert answer.bound_s <= answer.best.seconds.total
+    assert answer.best.bytes is not None and not answer.proved
+    assert answer.bound_s <= search(asked()).run().best.seconds.total <= answer.best.seconds.total
+    assert 0 < answer.visited < answer.visited + answer.unvisited <= answer.enumerated
+
+
+def test_past_the_deadline_what_was_left_is_taken_up_again_where_nothing_priced_fits():
+    roomy = search(asked()).run().best
+    assert roomy.bytes is not None
+    made = asked()
+    made = replace(made, cluster=replace(made.cluster, memory_limit_bytes=roomy.bytes.peak // 2))
+    stopped = Search(made, lambda text: None, lambda: True).run().best
+    assert stopped.bytes is not None and stopped.bytes.peak <= made.cluster.memory_limit_bytes
+
+
+class Misled(Search):
+    """Bounds say nothing of how slow tp 4, which comes first, is here."""
+
+    def priced(self, settled, zero, group):
+        one = super().priced(settled, zero, group)
+        times = 10 if settled.pair.tp == 4 else 1
+        return replace(one, seconds=replace(one.seconds, compute=times * one.seconds.compute))
+
+
+def test_past_the_deadline_a_poor_plan_is_not_taken_at_once(monkeypatch):
+    made = asked("2x2xh100", pp=1)
+    kept = Misled(made, lambda text: None, lambda: True).run().best
+    monkeypatch.setattr("passes.search.LATE_S", 0.0)
+    first = Misled(made, lambda text: None, lambda: True).run().best
+    assert first.variant.settled.pair.tp == 4
+    assert search(made).run().best.seconds.total <= kept.seconds.total < first.seconds.total / 2
+
+
+def test_what_comes_up_later_and_is_faster_is_the_best(monkeypatch):
+    made = asked()
+    first = search(made).run().best
+    later = replace(first, seconds=replace(first.seconds, compute=0.5 * first.seconds.compute))
+    monkeypatch.setattr(Search, "runners_up", lambda self, best: [later])
+    answer = search(made).run()
+    assert answer.best is later
+    assert [one.seconds for one in answer.others if not one.why_not.startswith("does not fit")] == [first.seconds]
+    assert not answer.proved and answer.bound_s <= later.seconds.total

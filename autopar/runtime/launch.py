@@ -58,6 +58,7 @@ def _train(program: Program, options: argparse.Namespace, folder: Path) -> None:
             print(f"step {step:4d}   loss {loss:.6f}   {seconds[-1]:.3f} s   {_peak()}", flush=True)
     if seconds and (folder / PLAN).exists():
         _record_run(folder / RUN, program, seconds)
+    dist.destroy_process_group()
 
 
 def _record_run(file: Path, program: Program, seconds: Sequence[float]) -> None:
