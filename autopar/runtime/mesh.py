@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ def init(mesh: Mapping[str, int], device: str | torch.device | None = None) -> M
     process alone. `device` is "cpu" or "cuda"; None takes cuda where there is one.
     """
     global _current, _made
+    _leave_at_exit()
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     check_world_size(mesh)
     own = own_device(kind)
@@ -172,9 +174,8 @@ def check_world_size(mesh: Mapping[str, int]) -> None:
 
 
 def init_process_group(device: torch.device) -> None:
-    """Initialise the process group of torchrun, or of this process alone, and leave it when the interpreter exits."""
-    atexit.unregister(_leave)  # once is enough
-    atexit.register(_leave)
+    """Initialise the process group of torchrun, or of this process alone."""
+    _leave_at_exit()
     backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {"timeout": GLOO_TIMEOUT})
     if "RANK" in os.environ:
         dist.init_process_group(backend, **options)
@@ -183,6 +184,12 @@ def init_process_group(device: torch.device) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may resolve to nothing
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+
+
+@cache
+def _leave_at_exit() -> None:
+    """Whoever made the group: its threads are the same."""
+    atexit.register(_leave)
 
 
 def _leave() -> None:
