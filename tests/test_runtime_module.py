@@ -315,7 +315,7 @@ def test_a_program_runs_by_itself_and_loads_what_it_is_given(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
-    assert first.startswith("step    0   loss 9.000000   ") and first.endswith(" GiB")
+    assert first.startswith("step    0   loss 9.000000   ") and first.endswith(" GiB of the process")
     assert second.startswith("step    1   loss 8.85")  # w moves by 1e-3 * 2 * shift in each of 4 rows
     measured = read_run(tmp_path)
     assert measured is not None and (measured.ranks, measured.steps, measured.memory) == (1, 1, ())
