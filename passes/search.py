@@ -182,7 +182,7 @@ class Search:
                 self.left = []
             bound, _, item = heapq.heappop(self.queue)
             if isinstance(item, Candidate) and item.bytes is not None:
-                return item, min(bound, *(least for least, _ in self.unvisited), math.inf)
+                return item, min([bound, *(least for least, _ in self.unvisited)])
             if not isinstance(item, Candidate) and self.deadline():
                 until_s = min(until_s, time.monotonic() + LATE_S)
                 if self.priced_s() < (POOR * bound if time.monotonic() < until_s else math.inf):

@@ -580,8 +580,10 @@ def test_the_users_own_error_is_shown_with_its_line():
 
 
 def test_an_error_of_loss_fn_is_said_to_be_of_loss_fn():
-    line = here(1)
-    loss_fn = lambda o, b: F.mse_loss(o, b["labels"])  # noqa: E731
+    def loss_fn(output, batch):
+        return F.mse_loss(output, batch["labels"])
+
+    line = here(-2)
     with pytest.raises(CaptureError) as error:
         captured(lambda self, x: self.a(x), loss_fn)
     assert str(error.value).startswith(f"Small cannot be captured with this loss_fn at {line} (")
