@@ -12,6 +12,7 @@ All ranks measure the same at the same time, as they do in training, and the slo
 from __future__ import annotations
 
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +244,7 @@ def calibrate(cluster: Cluster, progress: Progress = lambda text: None) -> Profi
         backend="gloo" if kind == "cpu" else "nccl " + ".".join(map(str, torch.cuda.nccl.version())),
         ranks=cluster.devices,
         processor_share=min(share, processor_share(clock)),
+        concurrent=concurrent() if kind == "cpu" else None,
         operators=operators,
         collectives=collectives,
         attention_tail_waves=waves,
@@ -262,6 +264,12 @@ def processor_share(clock: Clock) -> float:
         x @ x
     lacking = clock.slowest(1 - (time.process_time() - before) / (taken * torch.get_num_threads()))
     return 1 - max(0.0, lacking)
+
+
+def concurrent() -> int:
+    """How many such processes the cores of this machine run at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // torch.get_num_threads())
 
 
 def _warm_up(clock: Clock) -> None:

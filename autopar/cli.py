@@ -256,7 +256,7 @@ def calibrate(
         machines = Cluster.detect() if cluster is None else Cluster.load(cluster, calibrated=False)
         with _progress() as progress:
             profile = run(machines, progress)
-        doubts = profile.doubts(machines.device, machines.devices)
+        doubts = profile.doubts(machines.device, machines.devices, machines.devices_per_node)
     if os.environ.get("RANK", "0") == "0":
         from autopar.report import write_text
 

@@ -13,8 +13,8 @@ same processes: each plan takes a step, then each takes its next, so that what e
 spearman   rank correlation of predicted and measured seconds (medians over the rounds); also of plans of one stage
 regret     how much slower the planner's choice is than the plan that was fastest: median of the rounds' ratios
 
-A plan is for devices that work side by side. Where there are more processes than cores, one that waits gives its core
-to another: pipelines then cost less than planned, and the table says so.
+Where there are more processes than cores, one that waits gives its core to another: the profile says how many run at
+once, and pipelines are priced so.
 """
 
 from __future__ import annotations
@@ -262,9 +262,7 @@ def compare(machine: Machine, models: Sequence[str], rounds: int, quick: bool) -
             f"{'' if met else '   MISS'}"
         )
         if machine.cluster.devices > cores():
-            print(
-                f"{machine.cluster.devices} processes share {cores()} cores: one that waits gives its core to another"
-            )
+            print(f"{machine.cluster.devices} processes share {cores()} cores")
         print(f"{'measured ms':>12}{'predicted':>11}  plan")
         for one in timed:
             ms = f"{1e3 * one.median_s:12.1f}{1e3 * one.predicted_s:11.1f}"

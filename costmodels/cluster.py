@@ -153,6 +153,13 @@ class Cluster:
         except BadInput as error:
             raise BadInput(f"{table.where}memory_limit_gib: {error}") from None
 
+    @property
+    def lent(self) -> float:
+        """How many times faster a device is, at most, while the others of its node wait; GPUs share nothing."""
+        if self.profile is None or self.device.kind != "cpu":
+            return 1.0
+        return self.profile.lent(self.devices, self.devices_per_node)
+
     def with_profile(self, profile: Profile) -> "Cluster":
         """The same cluster with what was measured on it, and the memory limit that this leaves.
 

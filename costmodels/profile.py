@@ -8,6 +8,7 @@
     backend: nccl 2.28.9
     ranks: 16
     processor_share: 0.99            # of the processor time that the processes asked for, before and after
+    concurrent: 4                    # processes of a node, on CPUs, that its cores run at once
     operators:                       # seconds = fixed_s + FLOP / flop_per_s + bytes / bytes_per_s
     - {operator: matmul, dtype: bf16, flop_per_s: 6.5e+14, bytes_per_s: 7.3e+12, fixed_s: 7.0e-06}
     collectives:                     # seconds by bytes of the full tensor
@@ -103,6 +104,7 @@ class Profile:
     backend: str
     ranks: int
     processor_share: float | None = None
+    concurrent: int | None = None
     operators: tuple[Rates, ...] = ()
     collectives: tuple[Sweep, ...] = ()
     attention_tail_waves: float | None = None
@@ -119,12 +121,18 @@ class Profile:
         step = "" if self.compute_factor == 1 else f", compute x {self.compute_factor:.3g} after a measured step"
         return f"{self.name} of {self.date[:19].replace('T', ' ')} ({ranks}, torch {self.torch}, {self.backend}{step})"
 
-    def doubts(self, device: Device, devices: int) -> tuple[str, ...]:
-        """Why its times may not be those of a step on so many devices."""
-        found = []
-        if self.processor_share is not None and self.processor_share < QUIET:
+    def lent(self, devices: int, per_node: int) -> float:
+        """How many times faster one of so many processes is, at most, while the others of its node wait."""
+        measured_all = self.concurrent is not None and self.ranks == devices
+        return max(1.0, per_node / self.concurrent) if measured_all and self.concurrent else 1.0
+
+    def doubts(self, device: Device, devices: int, per_node: int) -> tuple[str, ...]:
+        """Why its times may not be those of a step on so many devices, of which a node has `per_node`."""
+        found, lent = [], self.lent(devices, per_node)
+        if self.processor_share is not None and self.processor_share * lent < QUIET:
             share = f"{100 * self.processor_share:.0f} %"
-            found.append(f"{self.name} had {share} of the processor time that it asked for: others ran, or cores lack")
+            taken = "others ran" if self.concurrent else "others ran, or cores lack"
+            found.append(f"{self.name} had {share} of the processor time that it asked for: {taken}")
         if device.kind == "cpu" and self.ranks == 1 < devices:
             found.append(f"{self.name} was measured on one process, which has all cores; {devices} share them")
         return tuple(found)
@@ -192,6 +200,8 @@ def _check(profile: Profile) -> None:
         raise Unlike("compute_factor is not above 0")
     if profile.processor_share is not None and not 0 < profile.processor_share <= 1:
         raise Unlike("processor_share is not between 0 and 1")
+    if profile.concurrent is not None and profile.concurrent < 1:
+        raise Unlike("concurrent is below 1")
     if profile.overlap_slowdown is not None and not profile.overlap_slowdown >= 1:
         raise Unlike("overlap_slowdown is below 1")
     for name in ("attention_tail_waves", "launch_s", "unit_s"):

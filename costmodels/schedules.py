@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+ROUNDING = 1e-9  # of what is left of an action
+
 
 class Work(Enum):
     """What is done to one microbatch in one stage."""
@@ -114,6 +116,18 @@ class StageSeconds:
 
 
 @dataclass(frozen=True)
+class Lending:
+    """Of ranks that share processors, those that wait lend them to those that compute.
+
+    Neighbours on pp share, so many `together`. With all of them at work each takes the seconds of its stage; with
+    fewer it is as much faster, up to `most` times.
+    """
+
+    most: float
+    together: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """How long a step takes on the pp ranks."""
 
@@ -128,6 +142,7 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
+        """Below 0 where ranks that wait lend more than the busiest waits."""
         return self.seconds - self.exposed_s - self.compute_s
 
 
@@ -137,7 +152,11 @@ def check(table: Table) -> None:
 
 
 def simulate(
-    table: Table, stages: Sequence[StageSeconds], transfer_s: Sequence[float], queue: Queue = Queue.RANK
+    table: Table,
+    stages: Sequence[StageSeconds],
+    transfer_s: Sequence[float],
+    queue: Queue = Queue.RANK,
+    lending: Lending | None = None,
 ) -> Timeline:
     """The seconds of one step.
 
@@ -145,6 +164,11 @@ def simulate(
     AssertionError where `check` raises it.
     """
     assert len(stages) == len(table.rank_of) == len(transfer_s) + 1, (len(stages), len(transfer_s), table.rank_of)
+    if lending is not None:
+        assert queue is Queue.FREE, "who lends a processor is on CPUs, where no transfer waits for another"
+        busy_s = tuple(sum(_seconds(action, stages) for action in actions) for actions in table.ranks)
+        finished, instant = (_Lent(table, stages, sent, lending).play() for sent in (transfer_s, [0.0] * len(stages)))
+        return Timeline(max(finished), max(finished) - max(instant), busy_s, finished)
     seconds_of = [*(s.forward for s in stages), *(s.backward for s in stages)]
     seconds_of += [*(s.input for s in stages), *(s.weight for s in stages)]
     per_rank, queues = queue is Queue.RANK, queue is not Queue.FREE
@@ -215,6 +239,79 @@ def held(table: Table, bytes_per_stage: Sequence[int], split_bytes: Sequence[int
             now -= {Work.BACKWARD: whole, Work.WEIGHT: whole + split}.get(action.work, 0)
         most.append(peak)
     return tuple(most)
+
+
+def _seconds(action: Action, stages: Sequence[StageSeconds]) -> float:
+    one = stages[action.stage]
+    match action.work:
+        case Work.FORWARD:
+            return one.forward
+        case Work.BACKWARD:
+            return one.backward
+        case Work.INPUT:
+            return one.input
+        case Work.WEIGHT:
+            return one.weight
+
+
+class _Lent:
+    """A step of ranks that share processors, from one end of an action or a transfer to the next."""
+
+    def __init__(
+        self, table: Table, stages: Sequence[StageSeconds], transfer_s: Sequence[float], lending: Lending
+    ) -> None:
+        self.programs, self.stages, self.transfer_s, self.lending = table.programs, stages, transfer_s, lending
+        self.at = [0 for _ in self.programs]  # the step that each rank is at
+        self.left = [0.0 for _ in self.programs]  # of the action that it is in
+        self.finished = [0.0 for _ in self.programs]
+        self.posted: set[Transfer] = set()  # on one side
+        self.arrives: dict[Transfer, float] = {}
+        self.now = 0.0
+
+    def play(self) -> tuple[float, ...]:
+        """When each rank is done."""
+        while True:
+            while any([self.advance(rank) for rank, _ in enumerate(self.programs)]):
+                pass
+            pace = [self.pace(rank) for rank, _ in enumerate(self.programs)]
+            ends = [self.now + left / pace[rank] for rank, left in enumerate(self.left) if left]
+            ends += [arrives for arrives in self.arrives.values() if arrives > self.now]
+            if not ends:
+                assert all(at == len(program) for at, program in zip(self.at, self.programs, strict=True)), self.at
+                return tuple(self.finished)
+            end = min(ends)
+            for rank, left in enumerate(self.left):
+                passed = (end - self.now) * pace[rank]
+                self.left[rank] = left - passed if left > passed * (1 + ROUNDING) else 0.0
+                if left:
+                    self.finished[rank] = end
+            self.now = end
+
+    def pace(self, rank: int) -> float:
+        """How much faster a rank computes now than with all at work."""
+        first = rank - rank % self.lending.together
+        neighbours = self.left[first : first + self.lending.together]
+        return min(self.lending.most, len(neighbours) / max(1, sum(left > 0 for left in neighbours)))
+
+    def advance(self, rank: int) -> bool:
+        """Go on to the next action that takes time, or transfer that is not there yet; whether there was any step."""
+        program, before = self.programs[rank], self.at[rank]
+        while self.at[rank] < len(program) and not self.left[rank]:
+            step = program[self.at[rank]]
+            if isinstance(step, Action):
+                self.left[rank] = _seconds(step, self.stages)
+            elif isinstance(step, Post):
+                for transfer in step.transfers:
+                    if transfer in self.posted:
+                        boundary = transfer.stage - (transfer.work is not Work.FORWARD)
+                        self.arrives[transfer] = self.now + self.transfer_s[boundary]
+                    self.posted.add(transfer)
+            elif any(self.arrives.get(transfer, self.now + 1) > self.now for transfer in step.transfers):
+                break
+            self.at[rank] += 1
+        if before < self.at[rank]:
+            self.finished[rank] = self.now
+        return before < self.at[rank]
 
 
 # An event is seven numbers: kind, rank, a, peer, b, transfer, boundary.

@@ -351,7 +351,7 @@ def plan_of(state: State) -> Plan:
     if cluster.profile is None:
         warnings.append("times are catalogue priors, not calibrated on this cluster")
     else:
-        warnings += cluster.profile.doubts(cluster.device, cluster.devices)
+        warnings += cluster.profile.doubts(cluster.device, cluster.devices, cluster.devices_per_node)
     peak_flop = cluster.device.peak_flop_per_s(task.precision)
     return Plan(
         status="optimal" if found.proved else "feasible",

@@ -286,8 +286,11 @@ class Search:
         schedule = SCHEDULES[item.schedule]
         if schedule.split and again > 0:  # it recomputes nothing
             return math.inf
+        lent = self.problem.cluster.lent
         # a rank waits for the first microbatch to come, and for its gradients to go, through all stages before
-        if schedule.single:
+        if lent > 1:  # or lends what it does not use
+            least = m * once / pair.pp
+        elif schedule.single:
             least = once / (1 - (1 - 1 / m) ** pair.pp)
         else:
             least = m * once / pair.pp + once / item.count * (pair.pp - 1) / 2
@@ -297,7 +300,7 @@ class Search:
             if math.isinf(slowest):
                 return math.inf
             if schedule.single:
-                least = max(least, m * slowest)
+                least = max(least, m * slowest / lent)
             if "recompute" not in self.problem.fix:
                 known = cutter.least_again_s(item.with_room(ROOMY * self.limit), UNEVEN / pair.pp)
                 least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)

@@ -18,7 +18,7 @@ from costmodels.cluster import Cluster
 from costmodels.groups import Collective
 from costmodels.memory import FP32_BYTES, Kind
 from costmodels.operators import OperatorClass, exposed_seconds, operator_seconds, optimizer_seconds
-from costmodels.schedules import Queue, StageSeconds, Table, least_seconds, simulate
+from costmodels.schedules import Lending, Queue, StageSeconds, Table, least_seconds, simulate
 from passes.blocks import Blocked
 from passes.emit import Emission
 from passes.graph import Parameter, mutates
@@ -40,6 +40,7 @@ class OptimizerCost:
     touched_bytes: int
 
 
+DDP_BUCKET_BYTES = 25 * 2**20  # torch 2.13, nn/parallel/distributed.py: _DEFAULT_BUCKET_CAP_MB
 ROUNDS_PLAYED = 6  # of as many microbatches as ranks, until a schedule repeats itself
 OPTIMIZER_COSTS = {"adamw": OptimizerCost(2, 28), "sgd": OptimizerCost(1, 20)}
 
@@ -61,6 +62,7 @@ class Problem:
     frozen: frozenset[str]
     queue: Queue  # where the transfers of a pipeline wait for each other
     copies: bool = True  # whether what is sharded is copied into and out of flat buffers
+    accumulates: bool = True  # whether gradients are added up by operators of their own
     gradient_bytes: int = FP32_BYTES  # of an element, where whole gradients are kept until they are reduced
     reduced_bytes: int = FP32_BYTES  # of an element, as the data-parallel axis sums it
     sends_parts: bool = False  # ranks of tp that hold the same send a part each from stage to stage
@@ -514,16 +516,18 @@ def step_seconds(problem: Problem, variant: Variant, *, play: bool = True) -> St
         if play:
             bubble, exposed = waits(problem, variant, every, m)
         else:
-            bubble = least_wait(variant, every, m)
+            bubble = least_wait(problem, variant, every, m)
         exposed += shared_seconds(problem, variant, every)
+    work_s = busy[fullest].compute.total + busy[fullest].comm.total + again[fullest]
+    times = m if bubble >= 0 else m + bubble / work_s  # others lend more than it waits
     return StepSeconds(
-        compute=m * busy[fullest].compute.total + engine,
-        tp_comm=m * busy[fullest].comm.total + sums_s,
+        compute=times * busy[fullest].compute.total + engine,
+        tp_comm=times * busy[fullest].comm.total + sums_s,
         dp_comm=dp,
-        recompute=m * again[fullest],
+        recompute=times * again[fullest],
         optimizer=optimizer,
         pp_comm=exposed,
-        bubble=bubble,
+        bubble=max(0.0, bubble),
     )
 
 
@@ -543,7 +547,7 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
     seconds, sent = stage_seconds(every), transfers(problem, variant, every)
 
     def played(count: int) -> tuple[float, float]:
-        timeline = simulate(timetable(variant, count), seconds, sent, problem.queue)
+        timeline = simulate(timetable(variant, count), seconds, sent, problem.queue, lending(problem, variant))
         return timeline.bubble_s, timeline.exposed_s
 
     least = until_it_recurs(variant, microbatches)
@@ -552,6 +556,13 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
         return bubble, exposed
     rounds, (bubble_before, exposed_before) = (microbatches - least) // ranks, played(least - ranks)
     return bubble + rounds * (bubble - bubble_before), exposed + rounds * (exposed - exposed_before)
+
+
+def lending(problem: Problem, variant: Variant) -> Lending | None:
+    """How pp ranks share processors, if they do."""
+    cluster, pair = problem.cluster, variant.settled.pair
+    together = min(pair.pp, cluster.devices_per_node // pair.pp_stride)
+    return Lending(cluster.lent, together) if cluster.lent > 1 and together > 1 else None
 
 
 def until_it_recurs(variant: Variant, microbatches: int) -> int:
@@ -565,15 +576,19 @@ def until_it_recurs(variant: Variant, microbatches: int) -> int:
     return min(least, microbatches)
 
 
-def least_wait(variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> float:
-    """Seconds in which the busiest rank has nothing to do at least."""
+def least_wait(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], microbatches: int) -> float:
+    """Seconds in which the busiest rank has nothing to do at least, less what others lend it."""
     stages_ = stage_seconds(every)
     ranks = tuple(variant.rank_of(k) for k in range(len(stages_)))
     split = SCHEDULES[variant.schedule].split
     busy = [0.0] * variant.settled.pair.pp
     for stage, rank in zip(stages_, ranks, strict=True):
         busy[rank] += microbatches * (stage.forward + stage.backward)
-    return max(0.0, least_seconds(stages_, ranks, microbatches, split=split) - max(busy))
+    least = least_seconds(stages_, ranks, microbatches, split=split)
+    if (lent := lending(problem, variant)) is not None:
+        least = max(least / lent.most, sum(busy) / len(busy) if lent.together == len(busy) else 0.0)
+        return least - max(busy)
+    return max(0.0, least - max(busy))
 
 
 def stage_seconds(every: tuple[StageLoad, ...]) -> tuple[StageSeconds, ...]:
@@ -627,7 +642,7 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
     of elements costs less for each.
     """
     held = (problem, pair, zero, group, problem.whole_units, _likely_kind(problem, pair, zero, group))
-    hidden = dp_seconds(*held, Seconds(math.inf, math.inf)) + engine_seconds(*held)
+    hidden = dp_seconds(*held, Seconds(math.inf, math.inf), ends=False) + engine_seconds(*held)
     return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
 
 
@@ -641,7 +656,7 @@ def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden
             cut = pair.tp * pair.pp
             units.append(Unit(one.elements // cut, one.trained // cut, one.count))
     held = (problem, pair, zero, group, tuple(units), _likely_kind(problem, pair, zero, group))
-    return dp_seconds(*held, hidden) + engine_seconds(*held)
+    return dp_seconds(*held, hidden, ends=False) + engine_seconds(*held)
 
 
 def kind_of(problem: Problem, variant: Variant) -> Kind:
@@ -718,33 +733,84 @@ def _dp_uses(
 
 
 def dp_seconds(
-    problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind, compute: Seconds
+    problem: Problem,
+    pair: Pair,
+    stage: int,
+    group: int,
+    units: tuple[Unit, ...],
+    kind: Kind,
+    compute: Seconds,
+    *,
+    ends: bool = True,
 ) -> float:
     """What data-parallel communication adds to a step: what the compute of its pass does not hide.
 
-    What runs once a step runs in one of its passes, beside what runs in all of them. On CPUs fully_shard has no stream
-    of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
+    What runs once a step runs in one of its passes, beside what runs in all of them. Nothing is computed before the
+    first forward has its parameters, and nothing after the last gradients: these `ends` of a step hide behind nothing.
+    On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
     """
     device, m = problem.cluster.device, pair.microbatches(problem.global_batch)
     waits = kind is Kind.SHARDS and device.kind == "cpu"
     uses = _dp_uses(problem, pair, stage, group, units)
-    added = 0.0
-    for backward, hidden in ((False, compute.forward), (True, compute.backward)):
+    bare = _ends(problem, pair, stage, group, units, kind) if ends and not waits else (0.0, 0.0)
+    added = sum(bare)
+    for backward, hidden, end in ((False, compute.forward, bare[0]), (True, compute.backward, bare[1])):
         beside = [use for use in uses if use.beside_backward is backward]
         every = sum(use.seconds_per_pass for use in beside if use.passes == m)
         once = sum(use.seconds_per_pass for use in beside if use.passes != m)
-        for passes, seconds in ((m - 1, every), (1, every + once)):
+        for passes, seconds in ((m - 1, every), (1, max(0.0, every + once - end))):
             added += passes * (seconds if waits else exposed_seconds(hidden, seconds, device))
     return added
 
 
+def _ends(
+    problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind
+) -> tuple[float, float]:
+    """Seconds of gathering the first parameters of a step, and of reducing its last gradients.
+
+    fully_shard gathers the root, then the first layer, then each beside the layer before, and reduces the same two
+    last. DistributedDataParallel reduces buckets; in the last are the gradients of what is read first.
+    """
+    kinds = len(problem.program.blocks)
+    *layers, root = units[: kinds + 1]
+    if kind is Kind.BUCKETS:
+        largest = max((first * rest for first, rest, trained in root.parameters if trained), default=0)
+        trained = min(sum(u.trained * u.count for u in units), max(largest, DDP_BUCKET_BYTES // problem.reduced_bytes))
+        found = _dp_uses(problem, pair, stage, group, (*(Unit(0, 0, 0) for _ in layers), Unit(trained, trained, 1)))
+    else:
+        first = next((k for k, one in enumerate(layers) if one.count), None)
+        two = (replace(one, count=int(k == first)) for k, one in enumerate(layers))
+        found = _dp_uses(problem, pair, stage, group, (*two, root))
+    gathers = [use for use in found if use.kind is Collective.ALL_GATHER]
+    return (
+        sum(use.seconds_per_pass for use in gathers if not use.beside_backward),
+        sum(use.seconds_per_pass for use in found if use not in gathers),
+    )
+
+
 def engine_seconds(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> float:
-    """What fully_shard takes of a step where compute runs: copies, and hooks of every unit."""
-    if kind is not Kind.SHARDS or not problem.copies:
-        return 0.0
-    device, copied = problem.cluster.device, copied_bytes(problem, pair, stage, group, units)
-    hooks = device.unit_s * pair.microbatches(problem.global_batch) * sum(unit.count for unit in units)
-    return hooks + operator_seconds(OperatorClass.POINTWISE, 0.0, copied, "fp32", device)
+    """What the engine takes of a step where compute runs: gradients added up, copies, and hooks of every unit."""
+    device, hooks = problem.cluster.device, 0.0
+    moved = accumulated_bytes(problem, pair, stage, group, units, kind) if problem.accumulates else 0
+    if kind is Kind.SHARDS and problem.copies:
+        moved += copied_bytes(problem, pair, stage, group, units)
+        hooks = device.unit_s * pair.microbatches(problem.global_batch) * sum(unit.count for unit in units)
+    return hooks + (operator_seconds(OperatorClass.POINTWISE, 0.0, moved, "fp32", device) if moved else 0.0)
+
+
+def accumulated_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> int:
+    """What is read and written in a step to add the gradients of its microbatches.
+
+    Of P trained elements whose gradients have c bytes, from the second microbatch on: (c + 8) P, to those in fp32; the
+    first is cast, (c + 4) P unless c = 4. In stages 2 and 3 it is what was scattered that is added: 12 P/n.
+    DistributedDataParallel copies the sum into its buckets, 8 P.
+    """
+    m, c = pair.microbatches(problem.global_batch), problem.compute_bytes
+    if kind is Kind.SHARDS and stage >= 2:
+        return 12 * (m - 1) * sum(unit.count * unit.padded(group)[1] // group for unit in units)
+    trained = sum(unit.count * unit.trained for unit in units)
+    cast = c + 4 if c < FP32_BYTES and m > 1 else 0
+    return trained * ((m - 1) * (c + 8) + cast + (8 if kind is Kind.BUCKETS else 0))
 
 
 def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]) -> int:

@@ -49,6 +49,7 @@ def test_two_ranks_agree_on_one_profile(gloo) -> None:
     assert replace(first, date="") == replace(second, date="")
     assert (first.device, first.backend, first.ranks) == ("cpu", "gloo", 2)
     assert first.processor_share is not None and 0 < first.processor_share <= 1
+    assert first.concurrent is not None and first.concurrent >= 1
     measured = {(one.operator, one.dtype) for one in first.operators}
     assert {(kind, dtype) for kind in OperatorClass for dtype in ("bf16", "fp32")} - measured == {
         (OperatorClass.VIEW, "bf16"), (OperatorClass.VIEW, "fp32"), (OperatorClass.OPTIMIZER, "bf16"),
@@ -154,9 +155,14 @@ def test_a_profile_of_a_busy_machine_or_of_one_process_is_doubted(
     one = Profile("cpu", "x", "2026-11-30", "x", "gloo", 1, 0.99, name="mine.yaml")
     alone = "mine.yaml was measured on one process, which has all cores; 2 share them"
     busy = "mine.yaml had 61 % of the processor time that it asked for: others ran, or cores lack"
-    assert one.doubts(cpu, 1) == () and one.doubts(Cluster.preset("8xh100").device, 8) == ()
-    assert one.doubts(cpu, 2) == (alone,)
-    assert replace(one, ranks=2, processor_share=0.61).doubts(cpu, 2) == (busy,)
+    assert one.doubts(cpu, 1, 1) == () and one.doubts(Cluster.preset("8xh100").device, 8, 8) == ()
+    assert one.doubts(cpu, 2, 2) == (alone,)
+    assert replace(one, ranks=2, processor_share=0.61).doubts(cpu, 2, 2) == (busy,)
+    few = replace(one, ranks=4, processor_share=0.49, concurrent=2)  # two cores for four: no more is to be had
+    assert few.lent(4, 4) == 2 and few.doubts(cpu, 4, 4) == ()
+    taken = "mine.yaml had 30 % of the processor time that it asked for: others ran"
+    assert replace(few, processor_share=0.3).doubts(cpu, 4, 4) == (taken,)
+    assert few.lent(2, 2) == 1  # of fewer processes than were measured nothing is known
     (folder / "mine.yaml").write_text(replace(one, processor_share=0.61).to_yaml("0.1.0"))
     assert {alone, busy} <= set(plan("cluster.yaml").warnings)
     monkeypatch.setattr(calibration, "calibrate", lambda *asked: replace(one, processor_share=0.61))

@@ -15,7 +15,7 @@ from costmodels.schedules import Queue, StageSeconds, held, least_seconds, simul
 from passes import step
 from passes.cutting import HALVES, Cutter
 from passes.schedules import SCHEDULES, least_in_flight, rank_of, refusal, table
-from passes.step import Staging, Variant, waits
+from passes.step import Staging, Variant, least_wait, waits
 
 Cost = Callable[[int, int, int], float]
 
@@ -130,16 +130,19 @@ MANY = [
 ]
 
 
-def waited(args: tuple[str, int, int, int], seed: int, transfer_s: float, queue: Queue) -> tuple[float, float]:
-    name, p, v, _ = args
+def waited(
+    args: tuple[str, int, int, int], seed: int, transfer_s: float, queue: Queue, lent: float = 1.0
+) -> tuple[tuple[float, float], float]:
+    """What waits find, and what they are at least."""
+    name, p, v, m = args
     stages = unequal(p * v, seed)
-    pair = SimpleNamespace(pp=p)
+    pair = SimpleNamespace(pp=p, pp_stride=1)
     variant = Variant(cast(Any, SimpleNamespace(pair=pair)), 0, 1, (), Staging(name, v, (), ()))
-    problem = cast(Any, SimpleNamespace(queue=queue))
+    problem = cast(Any, SimpleNamespace(queue=queue, cluster=SimpleNamespace(lent=lent, devices_per_node=p)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "stage_seconds", lambda every: stages)
         patch.setattr(step, "transfers", lambda *_: [transfer_s] * (p * v - 1))
-        return waits(problem, variant, (), args[-1])
+        return waits(problem, variant, (), m), least_wait(problem, variant, (), m)
 
 
 @pytest.mark.parametrize("transfer_s", [0.0, 0.3])
@@ -147,13 +150,22 @@ def waited(args: tuple[str, int, int, int], seed: int, transfer_s: float, queue:
 @pytest.mark.parametrize("args", MANY, ids=lambda args: "-".join(map(str, args)))
 def test_rounds_counted_are_rounds_played(args: tuple[str, int, int, int], queue: Queue, transfer_s: float) -> None:
     for seed in range(4):
-        counted = waited(args, seed, transfer_s, queue)
+        counted, _ = waited(args, seed, transfer_s, queue)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step, "ROUNDS_PLAYED", 10**6)
-            played = waited(args, seed, transfer_s, queue)
+            played, _ = waited(args, seed, transfer_s, queue)
         assert counted == pytest.approx(played, rel=1e-9, abs=1e-9), seed
 
 
 def test_rounds_are_counted_where_fewer_microbatches_would_be_refused() -> None:
     assert not refusal("interleaved", 8, 2, 63)
-    assert waited(("interleaved", 8, 2, 63), 0, 0.0, Queue.RANK)[0] > 0
+    (bubble, _), _ = waited(("interleaved", 8, 2, 63), 0, 0.0, Queue.RANK)
+    assert bubble > 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lent", [1.0, 1.5, 4.0])
+def test_no_order_beats_the_least_wait(name: str, lent: float) -> None:
+    for seed, args in enumerate(counts(name, 6)):
+        (bubble, _), least = waited((name, *args), seed, 0.0, Queue.FREE, lent)
+        assert least <= bubble + 1e-9, args

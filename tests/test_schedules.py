@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from costmodels.schedules import (
     Action,
+    Lending,
     Post,
     Queue,
     StageSeconds,
@@ -290,6 +291,44 @@ def test_unequal_stages_take_what_a_relaxation_finds(args: tuple[str, int, int, 
         instant = simulate(one, stages, [0.0] * len(transfer_s), Queue.FREE)
         assert timeline.bubble_s == pytest.approx(instant.seconds - max(instant.busy_s))
         assert timeline.exposed_s >= 0
+
+
+@pytest.mark.parametrize("lending", [Lending(1.0, 3), Lending(2.0, 1)], ids=["nothing", "nobody near"])
+@pytest.mark.parametrize("args", SMALL)
+def test_where_nothing_is_lent_a_step_takes_the_same(args: tuple[str, int, int, int], lending: Lending) -> None:
+    numbers = random.Random(0)
+    for one, longest_s in product((table(*args), impatient(table(*args))), (0.0, 0.3, 3.0)):
+        stages = [StageSeconds(*(numbers.uniform(0.5, 2) for _ in range(4))) for _ in one.rank_of]
+        transfer_s = [numbers.uniform(0, longest_s) for _ in one.rank_of[1:]]
+        alone, lent = (simulate(one, stages, transfer_s, Queue.FREE, lends) for lends in (None, lending))
+        assert lent.busy_s == pytest.approx(alone.busy_s)
+        assert lent.bubble_s == pytest.approx(alone.bubble_s)
+        assert (lent.seconds, lent.exposed_s) == pytest.approx((alone.seconds, alone.exposed_s))
+
+
+@pytest.mark.parametrize("args", SMALL)
+def test_lent_processors_are_never_faster_than_all_of_them_at_work(args: tuple[str, int, int, int]) -> None:
+    numbers = random.Random(1)
+    for _ in range(20):
+        one = table(*args)
+        stages = [StageSeconds(*(numbers.uniform(0.5, 2) for _ in range(4))) for _ in one.rank_of]
+        ranks, most = len(one.programs), numbers.uniform(1, 4)
+        alone = simulate(one, stages, [0.0] * len(one.rank_of[1:]), Queue.FREE)
+        lent = simulate(one, stages, [0.0] * len(one.rank_of[1:]), Queue.FREE, Lending(most, ranks))
+        assert max(sum(alone.busy_s) / ranks, alone.seconds / most) <= lent.seconds * (1 + 1e-9)
+        assert lent.seconds <= alone.seconds * (1 + 1e-9)
+
+
+def test_two_ranks_that_share_a_processor_by_hand() -> None:
+    # F 1, B 2 with both at work, half of that alone; a transfer 1, once both have got there
+    #   rank 0   F0 0-0.5  F1 0.5-1                                          B0 5.5-6.5             B1 7.5-8.5
+    #   between         F0 0.5-1.5          F1 2-3              B0 4.5-5.5               B1 6.5-7.5
+    #   rank 1                     F0 1.5-2        F1 3-3.5  B0 3.5-4.5  B1 4.5-5.5
+    timeline = simulate(table("gpipe", 2, 1, 2), [EQUAL] * 2, [1.0], Queue.FREE, Lending(2.0, 2))
+    assert timeline.finished_s == pytest.approx((8.5, 7.5))
+    assert timeline.busy_s == (6, 6)
+    assert timeline.seconds - timeline.exposed_s == pytest.approx(6)  # 12 of work on one processor, at twice the speed
+    assert timeline.bubble_s == pytest.approx(0)
 
 
 def test_one_queue_per_rank_makes_sends_wait_for_receives_that_were_posted_too_early() -> None:

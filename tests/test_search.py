@@ -340,7 +340,8 @@ def test_variants_that_sum_more_get_a_sharding_of_their_own_no_faster_than_they_
     made = asked("cpu:4", hidden=192)
     searching = search(made)
     for pair in pairs(made):
-        searching.solve(pair)
+        if pair.pp == 1:
+            searching.solve(pair)
     waiting = [(seconds, item) for seconds, _, item in searching.queue if isinstance(item, Unsettled)]
     assert waiting
     for seconds, item in waiting:

@@ -1,0 +1,127 @@
+"""What a step takes beside its operators: what data parallelism cannot hide, and gradients that are added up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.job import load_program
+from autopar.runtime import Trainer
+from costmodels.groups import Collective
+from costmodels.memory import Kind
+from gloo import Pool
+from models import CASES, buffers, planned
+from passes.capture import batch_leaves
+from passes.pipeline import problem_of
+from passes.price import Axis, Seconds
+from passes.step import DDP_BUCKET_BYTES, Pair, Problem, Unit, accumulated_bytes, dp_seconds, kind_of, loads
+from test_search import asked
+
+# -- data parallelism -------------------------------------------------------------------------------------------------
+
+FOREVER = Seconds(math.inf, math.inf)
+LAYER, ROOT = 6_000_000, 9_000_000
+UNITS = (Unit(LAYER, LAYER, 2, ((LAYER, 1, True),)), Unit(ROOT, ROOT, 1, ((ROOT, 1, True),)))
+
+
+def on_gpus_that_compute_undisturbed() -> Problem:
+    made = asked("4xh100")
+    return replace(made, cluster=replace(made.cluster, device=replace(made.cluster.device, overlap_slowdown=1.0)))
+
+
+def seconds(made: Problem, kind: Collective, elements: int) -> float:
+    return Axis.of(made.cluster, "dp", 4, 1).seconds(kind, 4 * elements)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("microbatch", [1, 3])
+def test_the_first_gather_and_the_last_reduction_hide_behind_nothing(stage: int, microbatch: int) -> None:
+    made = on_gpus_that_compute_undisturbed()
+    ends = (
+        seconds(made, kind, n) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) for n in (LAYER, ROOT)
+    )
+    found = dp_seconds(made, Pair(1, 4, microbatch), stage, 4, UNITS, Kind.SHARDS, FOREVER)
+    assert found == pytest.approx(sum(ends))
+
+
+def test_the_last_bucket_hides_behind_nothing() -> None:
+    """It has what is read first: the largest parameter outside of layers, or whatever fills it."""
+    made = on_gpus_that_compute_undisturbed()
+    for root in (ROOT, 1_000):
+        units = (UNITS[0], Unit(root, root, 1, ((root, 1, True),)))
+        last = seconds(made, Collective.ALL_REDUCE, max(root, DDP_BUCKET_BYTES // 4))
+        assert dp_seconds(made, Pair(1, 4, 3), 0, 1, units, Kind.BUCKETS, FOREVER) == pytest.approx(last)
+    few = (Unit(100, 100, 2), Unit(50, 50, 1))  # fill no bucket
+    last = seconds(made, Collective.ALL_REDUCE, 250)
+    assert dp_seconds(made, Pair(1, 4, 3), 0, 1, few, Kind.BUCKETS, FOREVER) == pytest.approx(last)
+
+
+@pytest.mark.parametrize("compute", [0.0, 1e-4, 1e-3, 1.0])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_less_is_hidden_than_if_the_ends_could_be(stage: int, compute: float) -> None:
+    made, kind = asked("4xh100"), Kind.SHARDS if stage else Kind.BUCKETS
+    held = (made, Pair(1, 4, 1), stage, 4, UNITS, kind, Seconds(compute, compute))
+    assert dp_seconds(*held, ends=False) <= dp_seconds(*held)
+
+
+# -- gradients that are added up --------------------------------------------------------------------------------------
+
+
+class Gradients(TorchDispatchMode):
+    """Bytes that are read and written where gradients are added, cast to fp32 and copied into buckets."""
+
+    OPERATORS = ("aten.add_.Tensor", "aten._to_copy.default", "aten.mul.out")
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()
+        self.sizes, self.bytes = sizes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # its own operators, on local tensors, come here in turn
+        out = func(*args, **(kwargs or {}))
+        if str(func) in self.OPERATORS and out.numel() in self.sizes and out.dtype == torch.float32:
+            self.bytes += out.nbytes + sum(one.nbytes for one in args if isinstance(one, Tensor) and one.dim())
+        return out
+
+
+def bytes_of_a_step(
+    program: str, held: dict[str, Tensor], shares: list[list[Tensor]], parameters: dict[str, int], shards: int
+) -> int:
+    """On one rank."""
+    trainer = Trainer(load_program(program), device="cpu")
+    trainer.init_parameters(0)
+    trainer.load_buffers(held)
+    batch = shares[trainer.dp_rank]
+    trainer.step(batch, sharded=True)
+    with Gradients({size // n for size in parameters.values() for n in (1, shards)}) as gradients:
+        trainer.step(batch, sharded=True)
+    return gradients.bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,zero=0", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+def test_a_program_adds_gradients_as_priced(gloo: Pool, mesh: str, microbatches: int, precision: str) -> None:
+    case = CASES["mlp"]
+    state = planned(case, f"{mesh},microbatches={microbatches}", precision=precision)
+    program, leaves = load_program(state.program), batch_leaves(case.batch(0))
+    shares = []
+    for rank in range(state.plan.mesh.dp):
+        first, rows = program.own_rows(rank)
+        shares.append([leaves[one.key][first : first + rows] for one in state.captured.inputs])
+    problem, variant = problem_of(state), state.found.best.variant
+    parameters = {name: p.value.elements for name, p in state.blocked.all_parameters()}
+    found = gloo.run(
+        state.plan.mesh.devices, bytes_of_a_step, state.program, buffers(state), shares, parameters, variant.shards
+    )
+    units, kind = loads(problem, variant)[0].units, kind_of(problem, variant)
+    pair = variant.settled.pair
+    assert set(found) == {accumulated_bytes(problem, pair, variant.zero, variant.group, units, kind)}
+    assert (found[0] > 0) is (microbatches > 1 or kind is Kind.BUCKETS)
