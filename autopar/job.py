@@ -23,7 +23,7 @@ from costmodels.errors import AutoparError, BadInput, PlanMismatch
 from passes.capture import BatchInput, batch_leaves
 from passes.pipeline import Compiled, compile_model
 from passes.plan import Fix, Plan
-from passes.step import OPTIMIZER_COSTS
+from passes.variant import OPTIMIZER_COSTS
 
 PLANNING_TIMEOUT = timedelta(hours=1)
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -62,7 +62,8 @@ from passes.rehearse import Rehearsal
 from passes.search import Search
 from passes.sharding import Programme, Sharding, Tensor, Terms
 from passes.state import State, Task, run
-from passes.step import Pair, Problem, Settled, StepSeconds, Variant, loads, settle, step_seconds
+from passes.step import StepSeconds, loads, settle, step_seconds
+from passes.variant import Pair, Problem, Settled, Variant
 
 WORKERS = 2
 SEQUENCE_DIM = 1  # of what layers hand on
@@ -180,7 +181,8 @@ class Recorded(Search):
     def rehearsed(self, variant: Variant) -> tuple[Rehearsal, ...]:
         found, ranks = super().rehearsed(variant), variant.settled.pair.tp
         more = [
-            self.copies_heads * heads_bytes(region, ranks) - self.regathers * gathered_bytes(region, ranks)
+            self.copies_heads * heads_bytes(region, ranks, variant.settled.pair.microbatch)
+            - self.regathers * gathered_bytes(region, ranks)
             for region in variant.settled.lowered.blocks
         ]
         return tuple(
@@ -196,14 +198,15 @@ class Recorded(Search):
         return replace(super().terms(pair, zero, group), element_s=dear)
 
 
-def heads_bytes(region: LocalRegion, ranks: int) -> int:
-    """Of keys and values of a layer's attention."""
-    every = (s for s in region.statements if isinstance(s, LocalOp) and s.op.target == ATTENTION)
-    return sum(
-        local_bytes(value, placement, ranks)
-        for s in every
-        for value, placement in zip(s.site.operands[1:3], s.strategy.operands[1:3], strict=True)
-    )
+def heads_bytes(region: LocalRegion, ranks: int, microbatch: int) -> int:
+    """Of keys and values of a layer's attention, and of what it gives: of one row that is contiguous as it is."""
+    found = 0
+    for s in region.statements:
+        if isinstance(s, LocalOp) and s.op.target == ATTENTION:
+            copied = [*zip(s.site.operands[1:3], s.strategy.operands[1:3], strict=True)]
+            copied += [(s.site.results[0], s.strategy.results[0])] if microbatch > 1 else []
+            found += sum(local_bytes(value, placement, ranks) for value, placement in copied)
+    return found
 
 
 def gathered_bytes(region: LocalRegion, ranks: int) -> int:
@@ -291,9 +294,11 @@ def planned(run_: Run, fused: bool) -> Planned:
         # what was published ran on other pipelines than torch's, whose transfers hold up each other
         queue=Queue.FREE,
         gradient_bytes=stack.gradient_bytes,
+        beside_bytes=stack.beside_bytes,
         reduced_bytes=stack.reduced_bytes,
         sends_parts=stack.sends_parts,
         copies=stack.copies,
+        accumulates=stack.accumulates,
     )
     searched = SEARCHES[run_.sequence_parallel](problem, lambda text: None, lambda: False)
     searched.regathers, searched.copies_heads = stack.regathers, stack.copies_heads

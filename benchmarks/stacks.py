@@ -25,20 +25,25 @@ class Stack:
     composite_norm: bool = False  # as in Shape
     metrics: int = 0  # cross-entropies that are computed beside the loss, after the backward, in fp32
     stages: str = "even"  # how layers are dealt out to the stages of a pipeline, one of SPLITS
-    copies_heads: bool = False  # keys and values are copied out of what is kept with the queries
+    copies_heads: bool = False  # keys and values out of what is kept with queries; of several rows what attention gives
     regathers: bool = False  # what is gathered along the sequence is gathered again for the backward, not kept
     vocabulary_multiple: int = 1  # of the ranks of tp: the vocabulary is filled up to it
     overlaps: bool = True  # gradients are reduced while others are computed
     gradient_bytes: int = 4  # these as in Problem
+    beside_bytes: int = 0
     reduced_bytes: int = 4
     sends_parts: bool = False
     copies: bool = False
+    accumulates: bool = True
 
 
 # arguments.py: make_vocab_size_divisible_by = 128 times the ranks of tp, bias_swiglu_fusion;
 # core/tensor_parallel/layers.py gathers the input of a product with sequence parallelism in both passes;
-# core/tensor_parallel/cross_entropy.py: all of the loss in place, on logits in fp32
-MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128, loss="in_place")
+# core/tensor_parallel/cross_entropy.py: all of the loss in place, on logits in fp32; arguments.py:
+# gradient_accumulation_fusion, products add to the gradients by themselves
+MEGATRON = Stack(fused_gate=True, regathers=True, vocabulary_multiple=128, loss="in_place", accumulates=False)
+# Megatron's layers in DeepSpeed's engine, which leaves adding gradients to autograd
+MEGATRON_DEEPSPEED = replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True, accumulates=True)
 # What public code says of a framework; the first whose name is in a record's.
 STACKS: Mapping[str, Stack] = {
     # scripts/train/benchmarking/submit_benchmarks.py: attn_impl = "triton", the kernel of FlashAttention 1;
@@ -50,8 +55,8 @@ STACKS: Mapping[str, Stack] = {
     "InternEvo": Stack(loss="in_place", stages="last_more", gradient_bytes=2, reduced_bytes=2),
     # as Megatron-LM, but for the gate (model/transformer.py); DeepSpeed's runtime/pipe/engine.py reduces after all
     # microbatches and sends partitioned tensors; partition_balanced in runtime/utils.py fills one stage after the other
-    "Megatron-DeepSpeed": replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True, stages="filled"),
-    "GPT-NeoX": replace(MEGATRON, fused_gate=False, overlaps=False, sends_parts=True),  # its engine, and mpu's loss
+    "Megatron-DeepSpeed": replace(MEGATRON_DEEPSPEED, stages="filled"),
+    "GPT-NeoX": MEGATRON_DEEPSPEED,  # its engine, and mpu's loss
     # training.py, arguments.py: reduces after all microbatches unless asked (overlap_grad_reduce), and sends parts
     # (scatter_gather_tensors_in_pipeline)
     "Megatron-LM": replace(MEGATRON, overlaps=False, sends_parts=True),
@@ -65,9 +70,11 @@ STACKS: Mapping[str, Stack] = {
     "DeepSpeed": Stack(gradient_bytes=2, reduced_bytes=2),
     "torchtitan": Stack(copies=True),  # the fully_shard that our programs have too
     # models/base.py, build_model: blocks by their cost; parallel/tensor_parallel/functional.py: a loss in place;
-    # models/llama.py: queries are a view of all three, keys and values are concatenated anew; trainer.py: with ZeRO and
-    # gradients in fp32 these are reduced after all microbatches; optim/gradient_accumulator.py: beside those in bf16
-    "nanotron": Stack(loss="in_place", stages="by_cost", copies_heads=True, overlaps=False, gradient_bytes=6),
+    # models/llama.py: queries are a view of all three, keys and values are concatenated anew; what attention gives is
+    # transposed before the next product, which copies it unless a microbatch has one row; trainer.py: with ZeRO and
+    # gradients in fp32 these are reduced after all microbatches; optim/gradient_accumulator.py: those in bf16 stay
+    # beside them to the end of the backward pass
+    "nanotron": Stack(loss="in_place", stages="by_cost", copies_heads=True, overlaps=False, beside_bytes=2),
     # policies/mixed_precision.py: bfSixteen reduces in bf16
     "fms-fsdp": Stack(reduced_bytes=2),
 }

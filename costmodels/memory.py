@@ -94,12 +94,14 @@ class Engine:
         last: bool = True,
         copies: bool = False,
         gradient_bytes: int = FP32_BYTES,
+        beside_bytes: int = 0,
         gathered: bool | None = None,
     ) -> None:
         gathered = not first if gathered is None else gathered
         self.kind, self.stage, self.ranks, self.compute_bytes = kind, stage, ranks, compute_bytes
         self.first, self.last, self.gathered = first, last, gathered
         self.gradient_bytes = gradient_bytes  # of an element: where it is kept whole, and in the buffers that reduce it
+        self.beside_bytes = beside_bytes  # of an element: what came of its gradient, until the backward pass is over
         self.copies = copies  # whether the library reduces a copy of what it is given (gloo)
         elements, trained = sum(u.elements for u in units), sum(u.trained for u in units)
         shard = ranks if kind is Kind.SHARDS else 1
@@ -108,6 +110,7 @@ class Engine:
         trained *= gradient_bytes
         self.shard_bytes = trained // shard  # of gradients, once they are reduced
         self.fresh = 0  # gradients of the root that are complete; the caller's to set
+        self.beside = 0  # those that were added to whole ones, and stay
         self.whole = 0  # parameters that are gathered
         self.gathering = self.prefetched = self.reducing = 0
         if kind is Kind.PLAIN:
@@ -130,7 +133,7 @@ class Engine:
     def now(self) -> StaticBytes:
         return StaticBytes(
             self.parameters + self.whole,
-            self.gradients + self.fresh,
+            self.gradients + self.fresh + self.beside,
             self.optimizer,
             self.gathering + self.prefetched + self.reducing,
         )
@@ -166,6 +169,7 @@ class Engine:
     def after_backward(self, unit: Unit) -> Iterator[None]:
         """The moments in which the gradients of a unit are stored or reduced."""
         grown = self.gradient_bytes * unit.trained
+        self.beside += self.beside_bytes * unit.trained
         if self.kind is Kind.BUCKETS:
             self.gradients += grown * (self.first - self.last)
         elif self.kind is Kind.PLAIN or (self.stage == 1 and not self.last):
@@ -186,7 +190,7 @@ class Engine:
 
     def rest(self, temporaries: int = 0) -> None:
         """The backward pass is over; what comes then takes `temporaries`."""
-        self.gathering, self.prefetched, self.reducing = 0, 0, temporaries
+        self.gathering, self.prefetched, self.reducing, self.beside = 0, 0, temporaries, 0
 
     def finish(self) -> None:
         """The last backward pass of the step is over."""

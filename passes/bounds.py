@@ -17,7 +17,8 @@ from passes.price import Axis, Seconds, least_op_seconds, op_launches
 from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.saved import saved
-from passes.step import OPTIMIZER_COSTS, Pair, Problem, Variant, loads
+from passes.step import loads
+from passes.variant import OPTIMIZER_COSTS, Pair, Problem, Variant
 
 
 @dataclass(frozen=True)

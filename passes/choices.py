@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from costmodels.errors import BadInput
 from costmodels.memory import Kind
+from passes.dataparallel import kind_of
 from passes.plan import FIX_KEYS, Fix
 from passes.schedules import SCHEDULES, refusal
 from passes.stages import read_twice, shared, unreached
 from passes.stages import refusal as stages_refusal
-from passes.step import Pair, Problem, Variant, kind_of
+from passes.variant import Pair, Problem, Variant
 
 VIRTUAL_STAGES = (1, 2, 4)  # per rank
 MOST_STAGES_WITHOUT_LAYERS = 16

@@ -25,7 +25,8 @@ from passes.price import Seconds, local_bytes
 from passes.rehearse import Rehearsal
 from passes.schedules import SCHEDULES, least_in_flight, rank_of
 from passes.stages import made_again, reads_of, results_of
-from passes.step import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, Staging, Variant, pp_axis
+from passes.step import pp_axis
+from passes.variant import OPTIMIZER_COSTS, Pair, Problem, RegionSeconds, Settled, Staging, Variant
 
 EXHAUSTIVE = 300  # ways of cutting that are all tried
 HALVES = 16

@@ -6,13 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from costmodels.groups import Collective
+from passes.dataparallel import dp_uses
 from passes.found import Candidate, Found
 from passes.lower import LocalOp, LocalRegion, Reshard
 from passes.placements import S, collectives
 from passes.plan import Alternative, BlockPlan, CollectiveUse, Mesh, Schedule, Zero
 from passes.price import Axis, local_bytes, reshard_bytes
 from passes.state import Task
-from passes.step import Problem, StageLoad, Variant, dp_uses, loads, pp_axis, run_again, shared_seconds
+from passes.step import loads, pp_axis, run_again, shared_seconds
+from passes.variant import Problem, StageLoad, Variant
 
 
 def headline(name: str, variant: Variant, task: Task) -> str:
@@ -88,7 +90,8 @@ def _of_rank(problem: Problem, variant: Variant, rank: int, every: tuple[StageLo
     """What the stages of one pp rank do."""
     lowered, pair, own = variant.settled.lowered, variant.settled.pair, variant.by_rank[rank]
     axis, m = lowered.sharding.axis, pair.microbatches(problem.global_batch)
-    for use in dp_uses(problem, variant, own):
+    units = tuple(unit for stage in own for unit in every[stage].units)
+    for use in dp_uses(problem, pair, variant.zero, variant.group, units):
         count = use.per_pass * use.passes
         seconds = use.passes * use.seconds_per_pass
         yield CollectiveUse(use.kind.value, use.axis.name, use.unit, use.full_bytes, count, seconds, rank)

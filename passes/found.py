@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from costmodels.cluster import Cluster
 from passes.cutting import Uncut
 from passes.memory import StepBytes
-from passes.step import StepSeconds, Variant
+from passes.step import StepSeconds
+from passes.variant import Variant
 
 
 @dataclass(frozen=True)

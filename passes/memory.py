@@ -21,20 +21,13 @@ from typing import NamedTuple
 
 from costmodels.memory import FP32_BYTES, Engine, Kind, StaticBytes, Unit
 from costmodels.schedules import Action, Post, Transfer, Work
+from passes.dataparallel import kind_of
 from passes.placements import local_shape
 from passes.rehearse import BlockMemory, Held, Rehearsal, RootSplit, Stretch
 from passes.schedules import SCHEDULES
 from passes.stages import shared
-from passes.step import (
-    OPTIMIZER_COSTS,
-    Problem,
-    StageLoad,
-    Variant,
-    kind_of,
-    loads,
-    timetable,
-    until_it_recurs,
-)
+from passes.step import loads, timetable, until_it_recurs
+from passes.variant import OPTIMIZER_COSTS, Problem, StageLoad, Variant
 
 BUCKET_BYTES = 64 * 2**20  # of partial gradients, copied together to be summed over tp
 
@@ -506,6 +499,7 @@ def engine_of(
         last=last,
         copies=problem.cluster.device.kind == "cpu",
         gradient_bytes=problem.gradient_bytes,
+        beside_bytes=problem.beside_bytes,
         gathered=gathered,
     )
 

@@ -44,7 +44,8 @@ from passes.rules import rule_of
 from passes.rules.base import Site
 from passes.search import Search
 from passes.state import Pass, State, Task, made, run
-from passes.step import OPTIMIZER_COSTS, Problem, timetable
+from passes.step import timetable
+from passes.variant import OPTIMIZER_COSTS, Problem
 
 # -- the passes: each takes the state and returns a new one -----------------------------------------------------------
 

@@ -43,6 +43,7 @@ from passes.choices import (
     too_many_stages,
 )
 from passes.cutting import Cutter, Uncut
+from passes.dataparallel import least_dp_seconds, least_state_seconds, update_seconds
 from passes.emit import counted, emit
 from passes.found import Candidate, Found, closest, for_people, nearly
 from passes.lower import Lowered
@@ -52,20 +53,8 @@ from passes.price import Axis, Seconds
 from passes.rehearse import Rehearsal, Rehearser
 from passes.schedules import SCHEDULES, refusal
 from passes.sharding import GAP, Programme, Sharding, Terms
-from passes.step import (
-    Pair,
-    Problem,
-    Settled,
-    Variant,
-    full_recompute,
-    layers_of,
-    least_dp_seconds,
-    least_state_seconds,
-    settle,
-    step_seconds,
-    update_seconds,
-    with_recompute,
-)
+from passes.step import settle, step_seconds
+from passes.variant import Pair, Problem, Settled, Variant, full_recompute, layers_of, with_recompute
 
 PIPELINES_SHARDED_FINER = 1  # of each tp and microbatch: it is dear, and most are in vain
 FINER_TRIES = 3  # the budget is corrected by what the rehearsal finds

@@ -16,7 +16,8 @@ from passes.memory import step_bytes
 from passes.pipeline import problem_of
 from passes.price import Seconds, op_launches
 from passes.search import Search
-from passes.step import Pair, Problem, Variant, step_seconds
+from passes.step import step_seconds
+from passes.variant import Pair, Problem, Variant
 
 FAMILIES = ("gpt2", "llama", "nanogpt", "bert", "vit", "t5")
 

@@ -15,7 +15,8 @@ from costmodels.schedules import Queue, StageSeconds, held, least_seconds, simul
 from passes import step
 from passes.cutting import HALVES, Cutter
 from passes.schedules import SCHEDULES, least_in_flight, rank_of, refusal, table
-from passes.step import Staging, Variant, least_wait, waits
+from passes.step import least_wait, waits
+from passes.variant import Staging, Variant
 
 Cost = Callable[[int, int, int], float]
 

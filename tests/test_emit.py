@@ -23,7 +23,8 @@ from passes.pipeline import PIPELINE, Compiled, compile_model, problem_of
 from passes.price import Axis
 from passes.sharding import Terms, shard
 from passes.state import State, Task, run
-from passes.step import Pair, settle
+from passes.step import settle
+from passes.variant import Pair
 from test_capture import Small
 
 BATCH = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), "y": torch.ones(4, 3)}

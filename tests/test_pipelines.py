@@ -14,7 +14,7 @@ from passes.cutting import positions
 from passes.emit import emit
 from passes.pipeline import open_emission, problem_of
 from passes.stages import made_again
-from passes.step import Staging, Variant
+from passes.variant import Staging, Variant
 from test_transparency import check, least_bytes
 
 MODELS = ("gpt2", "llama", "t5", "bert", "bert-unmasked", "unet", "resnet")

@@ -23,7 +23,8 @@ from passes.price import Axis
 from passes.search import Search, Unsettled
 from passes.sharding import shard
 from passes.state import State, Task, run
-from passes.step import Pair, Problem, Variant, settle, step_seconds
+from passes.step import settle, step_seconds
+from passes.variant import Pair, Problem, Variant
 
 ROWS, SEQ, HIDDEN = 12, 4, 32
 

@@ -24,7 +24,8 @@ from passes.pipeline import PIPELINE, problem_of
 from passes.search import Search
 from passes.stages import made_again
 from passes.state import State, Task, run
-from passes.step import Problem, Settled, Staging, Variant, layers_of, step_seconds, with_recompute
+from passes.step import step_seconds
+from passes.variant import Problem, Settled, Staging, Variant, layers_of, with_recompute
 from test_search import Layer
 
 ROWS, SEQ, HIDDEN, WORDS = 4, 64, 32, 50

@@ -18,9 +18,11 @@ from costmodels.memory import Kind
 from gloo import Pool
 from models import CASES, buffers, planned
 from passes.capture import batch_leaves
+from passes.dataparallel import DDP_BUCKET_BYTES, accumulated_bytes, dp_seconds, kind_of
 from passes.pipeline import problem_of
 from passes.price import Axis, Seconds
-from passes.step import DDP_BUCKET_BYTES, Pair, Problem, Unit, accumulated_bytes, dp_seconds, kind_of, loads
+from passes.step import loads
+from passes.variant import Pair, Problem, Unit
 from test_search import asked
 
 # -- data parallelism -------------------------------------------------------------------------------------------------

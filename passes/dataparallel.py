@@ -1,0 +1,214 @@
+"""What the data-parallel axis and its engine take of a step: collectives, copies, gradients added up, the update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from math import ceil
+
+from costmodels.groups import Collective
+from costmodels.memory import Kind
+from costmodels.operators import OperatorClass, exposed_seconds, operator_seconds, optimizer_seconds
+from passes.price import Axis, Seconds
+from passes.variant import OPTIMIZER_COSTS, Pair, Problem, Unit, Variant
+
+DDP_BUCKET_BYTES = 25 * 2**20  # torch 2.13, nn/parallel/distributed.py: _DEFAULT_BUCKET_CAP_MB
+
+
+@dataclass(frozen=True)
+class DataParallelUse:
+    """A collective of the data-parallel axis: how often it runs in a step, and which pass it runs beside."""
+
+    kind: Collective
+    axis: Axis
+    unit: str
+    full_bytes: int
+    per_pass: int  # units of this kind
+    passes: int  # forward or backward passes of a step in which it runs
+    beside_backward: bool
+
+    @property
+    def seconds_per_pass(self) -> float:
+        return self.per_pass * self.axis.seconds(self.kind, self.full_bytes)
+
+
+def dp_uses(
+    problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]
+) -> tuple[DataParallelUse, ...]:
+    """What the engine runs over dp: gradients reduced in fp32, parameters gathered in the compute dtype, by unit.
+
+    Stage 1 reduces once per step, stages 2 and 3 after every microbatch, but over the groups that hold the same once.
+    Stages 1 and 2 gather once, stage 3 for every forward and, but for the root, for every backward. `units` are those
+    of the stages of one pp rank, one after the other.
+    """
+    if pair.dp == 1:
+        return ()
+    m = pair.microbatches(problem.global_batch)
+    shards = group if stage else 1
+    inner = Axis.of(problem.cluster, "dp_shard", shards, pair.dp_stride)
+    outer = Axis.of(problem.cluster, "dp_replicate", pair.dp // shards, pair.dp_stride * shards)
+    kinds = [*(block.name for block in problem.program.blocks), "outside blocks"]
+    names = kinds * (len(units) // len(kinds))  # of every stage
+    reductions = m if stage >= 2 else 1
+    uses: list[DataParallelUse] = []
+
+    def add(kind: Collective, axis: Axis, name: str, size: int, unit: Unit, passes: int, backward: bool) -> None:
+        if axis.ranks > 1 and size and unit.count:
+            uses.append(DataParallelUse(kind, axis, name, size, unit.count, passes, backward))
+
+    for name, unit in zip(names, units, strict=True):
+        elements, trained = unit.padded(shards)
+        gradients, parameters = problem.reduced_bytes * trained, problem.compute_bytes * elements
+        add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
+        add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, 1, True)
+        add(Collective.ALL_GATHER, inner, name, parameters, unit, m if stage == 3 else 1, False)
+        if stage == 3 and name != names[-1]:
+            add(Collective.ALL_GATHER, inner, name, parameters, unit, m, True)
+    return tuple(uses)
+
+
+def kind_of(problem: Problem, variant: Variant) -> Kind:
+    """Which engine trains the plan (autopar/runtime/engine.py)."""
+    pair = variant.settled.pair
+    if variant.splits_backward and pair.dp > 1:
+        return Kind.SHARDS
+    return _likely_kind(problem, pair, variant.zero, variant.group)
+
+
+def _likely_kind(problem: Problem, pair: Pair, zero: int, group: int) -> Kind:
+    """The same where no backward is split; if one is, this one costs less."""
+    if problem.precision == "bf16" or (pair.dp > 1 and zero and group > 1):
+        return Kind.SHARDS
+    return Kind.PLAIN if pair.dp == 1 else Kind.BUCKETS
+
+
+def dp_seconds(
+    problem: Problem,
+    pair: Pair,
+    stage: int,
+    group: int,
+    units: tuple[Unit, ...],
+    kind: Kind,
+    compute: Seconds,
+    *,
+    ends: bool = True,
+) -> float:
+    """What data-parallel communication adds to a step: what the compute of its pass does not hide.
+
+    What runs once a step runs in one of its passes, beside what runs in all of them. Nothing is computed before the
+    first forward has its parameters, and nothing after the last gradients: these `ends` of a step hide behind nothing.
+    On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
+    """
+    device, m = problem.cluster.device, pair.microbatches(problem.global_batch)
+    waits = kind is Kind.SHARDS and device.kind == "cpu"
+    uses = dp_uses(problem, pair, stage, group, units)
+    bare = _ends(problem, pair, stage, group, units, kind) if ends and not waits else (0.0, 0.0)
+    added = sum(bare)
+    for backward, hidden, end in ((False, compute.forward, bare[0]), (True, compute.backward, bare[1])):
+        beside = [use for use in uses if use.beside_backward is backward]
+        every = sum(use.seconds_per_pass for use in beside if use.passes == m)
+        once = sum(use.seconds_per_pass for use in beside if use.passes != m)
+        for passes, seconds in ((m - 1, every), (1, max(0.0, every + once - end))):
+            added += passes * (seconds if waits else exposed_seconds(hidden, seconds, device))
+    return added
+
+
+def _ends(
+    problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind
+) -> tuple[float, float]:
+    """Seconds of gathering the first parameters of a step, and of reducing its last gradients.
+
+    fully_shard gathers the root, then the first layer, then each beside the layer before, and reduces the same two
+    last. DistributedDataParallel reduces buckets; in the last are the gradients of what is read first.
+    """
+    kinds = len(problem.program.blocks)
+    *layers, root = units[: kinds + 1]
+    if kind is Kind.BUCKETS:
+        largest = max((first * rest for first, rest, trained in root.parameters if trained), default=0)
+        trained = min(sum(u.trained * u.count for u in units), max(largest, DDP_BUCKET_BYTES // problem.reduced_bytes))
+        found = dp_uses(problem, pair, stage, group, (*(Unit(0, 0, 0) for _ in layers), Unit(trained, trained, 1)))
+    else:
+        first = next((k for k, one in enumerate(layers) if one.count), None)
+        two = (replace(one, count=int(k == first)) for k, one in enumerate(layers))
+        found = dp_uses(problem, pair, stage, group, (*two, root))
+    gathers = [use for use in found if use.kind is Collective.ALL_GATHER]
+    return (
+        sum(use.seconds_per_pass for use in gathers if not use.beside_backward),
+        sum(use.seconds_per_pass for use in found if use not in gathers),
+    )
+
+
+def engine_seconds(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> float:
+    """What the engine takes of a step where compute runs: gradients added up, copies, and hooks of every unit."""
+    device, hooks = problem.cluster.device, 0.0
+    moved = accumulated_bytes(problem, pair, stage, group, units, kind) if problem.accumulates else 0
+    if kind is Kind.SHARDS and problem.copies:
+        moved += copied_bytes(problem, pair, stage, group, units)
+        hooks = device.unit_s * pair.microbatches(problem.global_batch) * sum(unit.count for unit in units)
+    return hooks + (operator_seconds(OperatorClass.POINTWISE, 0.0, moved, "fp32", device) if moved else 0.0)
+
+
+def accumulated_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> int:
+    """What is read and written in a step to add the gradients of its microbatches.
+
+    Of P trained elements whose gradients come in c bytes and are kept in g, from the second microbatch on: (c + 2 g) P;
+    the first is cast, (c + g) P, unless c = g. In stages 2 and 3 it is what was scattered that is added: 3 g P/n.
+    DistributedDataParallel copies the sum into its buckets, 2 g P.
+    """
+    m, c, g = pair.microbatches(problem.global_batch), problem.compute_bytes, problem.gradient_bytes
+    if kind is Kind.SHARDS and stage >= 2:
+        return 3 * g * (m - 1) * sum(unit.count * unit.padded(group)[1] // group for unit in units)
+    trained = sum(unit.count * unit.trained for unit in units)
+    cast = c + g if c < g and m > 1 else 0
+    return trained * ((m - 1) * (c + 2 * g) + cast + (2 * g if kind is Kind.BUCKETS else 0))
+
+
+def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...]) -> int:
+    """What fully_shard reads and writes in a step to copy parameters and gradients, on the stream that computes.
+
+    Of P elements in n shards, in a compute dtype of c bytes: before a gather the shard is cast, (4 + c) P/n unless
+    c = 4; behind it parameters are copied out of the flat buffer, 2 c P. Gradients are copied into a flat one in fp32,
+    (c + 4) P. With n = 1 nothing is gathered, and the flat gradients are copied once more, 8 P (torch 2.13,
+    _fsdp_collectives.py).
+    """
+    m, c = pair.microbatches(problem.global_batch), problem.compute_bytes
+    shards = group if stage else 1
+    total = 0
+    for number, unit in enumerate(units):
+        root = (number + 1) % (len(problem.program.blocks) + 1) == 0
+        gathers = m * (1 if root else 2) if stage == 3 else 1
+        reductions = m if stage >= 2 else 1
+        elements, trained = unit.padded(shards)
+        gather = ((4 + c) * elements // shards if c < 4 else 0) + (2 * c * elements if shards > 1 else 0)
+        total += unit.count * (gathers * gather + reductions * trained * (c + 4 + (8 if shards == 1 else 0)))
+    return total
+
+
+def update_seconds(problem: Problem, trained: int, shards: int) -> float:
+    """The optimizer's own time: a rank updates its ZeRO shard of the elements that are trained."""
+    touched_bytes = OPTIMIZER_COSTS[problem.optimizer].touched_bytes
+    return optimizer_seconds(touched_bytes * ceil(trained / shards), problem.cluster.device)
+
+
+def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:
+    """What an element of a rank's trained parameters adds to a step at least: its update, and what dp cannot hide.
+
+    As if nothing were cut over tp and compute hid all it can: costs have economies of scale, so that no other number
+    of elements costs less for each.
+    """
+    held = (problem, pair, zero, group, problem.whole_units, _likely_kind(problem, pair, zero, group))
+    hidden = dp_seconds(*held, Seconds(math.inf, math.inf), ends=False) + engine_seconds(*held)
+    return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
+
+
+def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden: Seconds) -> float:
+    """What dp adds to a step of a pipeline at least: some rank has its share of the parameters or more."""
+    units = []
+    for one in problem.whole_units:
+        if one.count >= pair.pp:
+            units.append(Unit(one.elements // pair.tp, one.trained // pair.tp, one.count // pair.pp))
+        else:
+            cut = pair.tp * pair.pp
+            units.append(Unit(one.elements // cut, one.trained // cut, one.count))
+    held = (problem, pair, zero, group, tuple(units), _likely_kind(problem, pair, zero, group))
+    return dp_seconds(*held, hidden, ends=False) + engine_seconds(*held)
