@@ -97,10 +97,9 @@ def dp_seconds(
 
     What runs once a step runs in one of its passes, beside what runs in all of them. Nothing is computed before the
     first forward has its parameters, and nothing after the last gradients: these `ends` of a step hide behind nothing.
-    On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py).
     """
     device, m = problem.cluster.device, pair.microbatches(problem.global_batch)
-    waits = kind is Kind.SHARDS and device.kind == "cpu"
+    waits = _waits(problem, kind)
     uses = dp_uses(problem, pair, stage, group, units)
     bare = _ends(problem, pair, stage, group, units, kind) if ends and not waits else (0.0, 0.0)
     added = sum(bare)
@@ -111,6 +110,11 @@ def dp_seconds(
         for passes, seconds in ((m - 1, every), (1, max(0.0, every + once - end))):
             added += passes * (seconds if waits else exposed_seconds(hidden, seconds, device))
     return added
+
+
+def _waits(problem: Problem, kind: Kind) -> bool:
+    """On CPUs fully_shard has no stream of its own: it waits for its collectives (torch 2.13, _fsdp_param_group.py)."""
+    return kind is Kind.SHARDS and problem.cluster.device.kind == "cpu"
 
 
 def _ends(
@@ -201,14 +205,39 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
     return (hidden + update_seconds(problem, problem.trained, group if zero else 1)) / max(1, problem.trained)
 
 
+def least_ends_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:
+    """What the ends of a step show at least beside `least_state_seconds`: as if all parameters were cut over tp.
+
+    Communication costs at least its part that slows compute; of the ends, all of it.
+    """
+    device, kind = problem.cluster.device, _likely_kind(problem, pair, zero, group)
+    if pair.dp == 1 or _waits(problem, kind):
+        return 0.0
+    cut = (Unit(u.elements // pair.tp, u.trained // pair.tp, u.count) for u in problem.whole_units)
+    return sum(_ends(problem, pair, zero, group, tuple(cut), kind)) / device.overlap_slowdown
+
+
 def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden: Seconds) -> float:
-    """What dp adds to a step of a pipeline at least: some rank has its share of the parameters or more."""
-    units = []
+    """What communication over dp adds to a step of a pipeline at least, beside so much compute on each rank."""
+    kind = _likely_kind(problem, pair, zero, group)
+    return dp_seconds(problem, pair, zero, group, _share(problem, pair), kind, hidden, ends=False)
+
+
+def least_once_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:
+    """What the engine and the update of some rank of a pipeline add to a step at least."""
+    units, kind = _share(problem, pair), _likely_kind(problem, pair, zero, group)
+    trained = problem.trained // (pair.tp * pair.pp)
+    engine = engine_seconds(problem, pair, zero, group, units, kind)
+    return engine + update_seconds(problem, trained, group if zero else 1)
+
+
+def _share(problem: Problem, pair: Pair) -> tuple[Unit, ...]:
+    """Of the parameters, all cut over tp, what each pp rank has if they are shared evenly: some rank has no less."""
+    found = []
     for one in problem.whole_units:
         if one.count >= pair.pp:
-            units.append(Unit(one.elements // pair.tp, one.trained // pair.tp, one.count // pair.pp))
+            found.append(Unit(one.elements // pair.tp, one.trained // pair.tp, one.count // pair.pp))
         else:
             cut = pair.tp * pair.pp
-            units.append(Unit(one.elements // cut, one.trained // cut, one.count))
-    held = (problem, pair, zero, group, tuple(units), _likely_kind(problem, pair, zero, group))
-    return dp_seconds(*held, hidden, ends=False) + engine_seconds(*held)
+            found.append(Unit(one.elements // cut, one.trained // cut, one.count))
+    return tuple(found)

@@ -43,7 +43,12 @@ from passes.choices import (
     too_many_stages,
 )
 from passes.cutting import Cutter, Uncut
-from passes.dataparallel import least_dp_seconds, least_state_seconds, update_seconds
+from passes.dataparallel import (
+    least_dp_seconds,
+    least_ends_seconds,
+    least_once_seconds,
+    least_state_seconds,
+)
 from passes.emit import counted, emit
 from passes.found import Candidate, Found, closest, for_people, nearly
 from passes.lower import Lowered
@@ -299,7 +304,7 @@ class Search:
                 least_dp_seconds(self.problem, pair, item.zero, item.group, Seconds(most, most)),
                 (UNEVEN - 1) * m * once / pair.pp,
             )
-        return least + dp + update_seconds(self.problem, self.problem.trained // (pair.tp * pair.pp), item.shards)
+        return least + dp + least_once_seconds(self.problem, pair, item.zero, item.group)
 
     def microbatch_s(self, pair: Pair) -> float:
         """What one microbatch takes on all stages together at least, parameters apart."""
@@ -442,8 +447,13 @@ class Search:
         when its rows are multiplied, so that k times the rows never take more than k times the seconds.
         """
         larger = (s for p, s in self.solved_s.items() if p.tp == pair.tp and p.microbatch % pair.microbatch == 0)
-        recompute = min(self.bounds.recompute_seconds(pair, *one) for one in groups(self.problem, pair))
-        return max(self.bounds.seconds(pair), *larger, 0.0) + recompute
+        more = min(self.beside_s(pair, *one) for one in groups(self.problem, pair))
+        return max(self.bounds.seconds(pair), *larger, 0.0) + more
+
+    def beside_s(self, pair: Pair, zero: int, group: int) -> float:
+        """What a variant adds at least to the work of its pair and to what each parameter costs."""
+        recompute = self.bounds.recompute_seconds(pair, zero, group)
+        return recompute + least_ends_seconds(self.problem, pair, zero, group)
 
     def solve(self, pair: Pair) -> None:
         """Shard the pair, and queue its variants.
@@ -470,8 +480,7 @@ class Search:
             if more + dearer * (settled.trained - fewest) <= GAP * priced.seconds.total:
                 self.push_unfitted(priced)
             else:
-                recompute = self.bounds.recompute_seconds(pair, stage, size)
-                self.push(bound + dearer * fewest + recompute, Unsettled(pair, stage, size))
+                self.push(bound + dearer * fewest + self.beside_s(pair, stage, size), Unsettled(pair, stage, size))
 
     def terms(self, pair: Pair, zero: int, group: int) -> Terms:
         """What the sharding of a variant needs to know of it."""

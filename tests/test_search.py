@@ -333,8 +333,14 @@ def test_no_pair_beats_its_bound_nor_what_larger_microbatches_say_of_it(cluster)
 def test_a_solved_microbatch_bounds_those_that_divide_it():
     searching = search(asked())
     searching.solved_s = {Pair(2, 2, 6): 1.0, Pair(4, 1, 12): 2.0}
-    bounds = [searching.floor(Pair(2, 2, 3)), searching.floor(Pair(4, 1, 4)), searching.floor(Pair(1, 4, 3))]
-    assert bounds == [1.0, 2.0, searching.bounds.seconds(Pair(1, 4, 3))]
+    some, none, alone = Pair(2, 2, 3), Pair(4, 1, 4), Pair(1, 4, 3)
+
+    def beside(pair: Pair) -> float:
+        return min(searching.beside_s(pair, *one) for one in groups(searching.problem, pair))
+
+    assert beside(some) > 0 == beside(none)
+    expected = [1.0 + beside(some), 2.0, searching.bounds.seconds(alone) + beside(alone)]
+    assert [searching.floor(pair) for pair in (some, none, alone)] == expected
 
 
 def test_variants_that_sum_more_get_a_sharding_of_their_own_no_faster_than_they_were_queued():
