@@ -38,8 +38,9 @@ def dp_uses(
     """What the engine runs over dp: gradients reduced in fp32, parameters gathered in the compute dtype, by unit.
 
     Stage 1 reduces once per step, stages 2 and 3 after every microbatch, but over the groups that hold the same once.
-    Stages 1 and 2 gather once, stage 3 for every forward and, but for the root, for every backward. `units` are those
-    of the stages of one pp rank, one after the other.
+    Stages 1 and 2 gather once, stage 3 for every forward and, but for the root, for every backward. A layer that no
+    gradient comes through has none; but the one before the first that has is gathered beside it, and stays for its
+    next forward. `units` are those of the stages of one pp rank, one after the other.
     """
     if pair.dp == 1:
         return ()
@@ -52,18 +53,19 @@ def dp_uses(
     reductions = m if stage >= 2 else 1
     uses: list[DataParallelUse] = []
 
-    def add(kind: Collective, axis: Axis, name: str, size: int, unit: Unit, passes: int, backward: bool) -> None:
-        if axis.ranks > 1 and size and unit.count:
-            uses.append(DataParallelUse(kind, axis, name, size, unit.count, passes, backward))
+    def add(kind: Collective, axis: Axis, name: str, size: int, count: int, passes: int, backward: bool) -> None:
+        if axis.ranks > 1 and size and count:
+            uses.append(DataParallelUse(kind, axis, name, size, count, passes, backward))
 
     for name, unit in zip(names, units, strict=True):
         elements, trained = unit.padded(shards)
         gradients, parameters = problem.reduced_bytes * trained, problem.compute_bytes * elements
-        add(Collective.REDUCE_SCATTER, inner, name, gradients, unit, reductions, True)
-        add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit, 1, True)
-        add(Collective.ALL_GATHER, inner, name, parameters, unit, m if stage == 3 else 1, False)
+        add(Collective.REDUCE_SCATTER, inner, name, gradients, unit.count, reductions, True)
+        add(Collective.ALL_REDUCE, outer, name, gradients // shards, unit.count, 1, True)
+        add(Collective.ALL_GATHER, inner, name, parameters, unit.count, m if stage == 3 else 1, False)
         if stage == 3 and name != names[-1]:
-            add(Collective.ALL_GATHER, inner, name, parameters, unit, m, True)
+            add(Collective.ALL_GATHER, inner, name, parameters, unit.count - unit.idle, m, True)
+            add(Collective.ALL_GATHER, inner, name, parameters, unit.in_vain, 1, True)
     return tuple(uses)
 
 
@@ -180,11 +182,13 @@ def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tu
     total = 0
     for number, unit in enumerate(units):
         root = (number + 1) % (len(problem.program.blocks) + 1) == 0
-        gathers = m * (1 if root else 2) if stage == 3 else 1
+        gathers = unit.count
+        if stage == 3:
+            gathers = m * unit.count if root else m * (2 * unit.count - unit.idle) + unit.in_vain
         reductions = m if stage >= 2 else 1
         elements, trained = unit.padded(shards)
         gather = ((4 + c) * elements // shards if c < 4 else 0) + (2 * c * elements if shards > 1 else 0)
-        total += unit.count * (gathers * gather + reductions * trained * (c + 4 + (8 if shards == 1 else 0)))
+        total += gathers * gather + unit.count * reductions * trained * (c + 4 + (8 if shards == 1 else 0))
     return total
 
 
@@ -235,9 +239,6 @@ def _share(problem: Problem, pair: Pair) -> tuple[Unit, ...]:
     """Of the parameters, all cut over tp, what each pp rank has if they are shared evenly: some rank has no less."""
     found = []
     for one in problem.whole_units:
-        if one.count >= pair.pp:
-            found.append(Unit(one.elements // pair.tp, one.trained // pair.tp, one.count // pair.pp))
-        else:
-            cut = pair.tp * pair.pp
-            found.append(Unit(one.elements // cut, one.trained // cut, one.count))
+        count, cut = (one.count // pair.pp, pair.tp) if one.count >= pair.pp else (one.count, pair.tp * pair.pp)
+        found.append(Unit(one.elements // cut, one.trained // cut, count, idle=count if one.idle else 0))
     return tuple(found)

@@ -20,7 +20,18 @@ from passes.saved import saved
 from passes.schedules import SCHEDULES, refusal, round_size, table
 from passes.sharding import Sharding
 from passes.stages import shared
-from passes.variant import Pair, Problem, RegionSeconds, Settled, StageLoad, Variant, partial_bytes, shard_bytes, unit
+from passes.variant import (
+    Pair,
+    Problem,
+    RegionSeconds,
+    Settled,
+    StageLoad,
+    Variant,
+    partial_bytes,
+    shard_bytes,
+    unit,
+    with_idle,
+)
 
 ROUNDS_PLAYED = 6  # of as many microbatches as ranks, until a schedule repeats itself
 
@@ -50,7 +61,8 @@ def settle(problem: Problem, pair: Pair, sharding: Sharding) -> Settled:
         unit(problem, region, pair.tp, block.paths[0], len(block.paths))
         for region, block in zip(lowered.blocks, lowered.program.blocks, strict=True)
     ]
-    units.append(unit(problem, lowered.root, pair.tp, "", 1))
+    called = [call.block for call in lowered.program.calls]
+    units = [*with_idle(units, lowered.program, called), unit(problem, lowered.root, pair.tp, "", 1)]
     weights = weights_of(lowered.root)
     statements = {id(s): region_seconds((s,), sharding.axis, weights) for s in lowered.root.statements}
     return Settled(
@@ -147,7 +159,7 @@ def _load(problem: Problem, variant: Variant, number: int, both: Mapping[str, tu
     for b, count in counts.items():
         seconds += settled.blocks[b].times(count)
     units = [replace(settled.units[b], count=counts[b]) for b in range(len(program.blocks))]
-    units.append(unit(problem, part.region, tp, "", 1))
+    units = [*with_idle(units, program, [call.block for call in part.calls]), unit(problem, part.region, tp, "", 1)]
     here = variant.rank_of(number)
     before = {name for name, every in both.items() if any(n < number and variant.rank_of(n) == here for n in every)}
     partial = partial_bytes(part.region, variant.shards, before)

@@ -8,6 +8,7 @@ Variant    every choice: also ZeRO, recompute, and how a pipeline is cut and sch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -18,7 +19,7 @@ import torch
 from costmodels.cluster import Cluster
 from costmodels.memory import FP32_BYTES
 from costmodels.schedules import Queue
-from passes.blocks import Blocked
+from passes.blocks import Block, Blocked
 from passes.emit import Emission
 from passes.graph import Parameter, mutates
 from passes.lower import LocalRegion, Lowered
@@ -81,9 +82,11 @@ class Problem:
         """The parameters of each kind of layer and of the root, uncut."""
         program = self.program
         paths = [*((b.paths[0], b.parameters, len(b.paths)) for b in program.blocks), ("", program.parameters, 1)]
-        return tuple(
+        units = (
             _unit(self, path, count, ((p, p.value.sizes) for p in parameters)) for path, parameters, count in paths
         )
+        passed = (*(is_passed(block) for block in program.blocks), True)
+        return tuple(replace(u, idle=0 if p else u.count) for u, p in zip(units, passed, strict=True))
 
     @property
     def elements(self) -> int:
@@ -134,6 +137,8 @@ class Unit:
     trained: int
     count: int
     parameters: tuple[tuple[int, int, bool], ...] = ()  # of each: its first dim, elements beside it, if it is trained
+    idle: int = 0  # of `count`, those that no gradient comes through
+    in_vain: int = 0  # of these, those that fully_shard gathers beside the backward of the one behind them all the same
 
     def padded(self, shards: int) -> tuple[int, int]:
         """Elements, and those that are trained, with every first dim filled up so that `shards` divides it."""
@@ -295,6 +300,19 @@ def with_recompute(variant: Variant, layers: list[list[int]]) -> Variant:
 
 def full_recompute(variant: Variant) -> Variant:
     return with_recompute(variant, [layers_of(variant, k) for k in range(len(variant.stages))])
+
+
+def is_passed(block: Block) -> bool:
+    """Whether gradients come through a layer."""
+    return any(block.values[name].grad for name in block.outputs)
+
+
+def with_idle(units: Sequence[Unit], program: Blocked, called: Sequence[int]) -> list[Unit]:
+    """Units of each block with those that no gradient comes through, from the blocks of a stage as they are called."""
+    passed = [is_passed(block) for block in program.blocks]
+    behind = [*(passed[b] for b in called[1:]), True]  # and the root comes last
+    chased = Counter(b for b, after in zip(called, behind, strict=False) if after and not passed[b])
+    return [one if passed[b] else replace(one, idle=one.count, in_vain=chased[b]) for b, one in enumerate(units)]
 
 
 def unit(problem: Problem, region: LocalRegion, tp: int, path: str, count: int) -> Unit:
