@@ -322,6 +322,8 @@ def price(run_: Run) -> Row | str:
         step = planned(run_, run_.shape.fused and not run_.core_again).seconds(Scalars())
     except AutoparError as error:
         return str(error).splitlines()[0]
+    except Exception as error:  # one record is not to cost the others their place in the table
+        return f"FAILED: {type(error).__name__}: {error}"
     held = plan.by_rank
     fits = max(held) <= run_.cluster.memory_limit_bytes
     return Row(run_, step, held[0] if run_.first_rank else max(held), plan.flat_bytes, fits)

@@ -60,12 +60,40 @@ class Skipped(Exception):
     """Why a record is not priced."""
 
 
-def read(record: Mapping[str, Any]) -> Run:
+class Fields(dict[str, Any]):
+    """Of a record or a part of it; what is left out is not stated."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+# what must be a whole number, and what any number, if it is stated; both above 0
+COUNTS = ("global_batch", "micro_batch", "dp", "tp", "pp", "cp", "vpp", "num_gpus", "gpus_per_node", "zero_group")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "seq_len")
+MEASURES = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s_total", "peak_memory_gib")
+
+
+def checked(fields: Fields, whole: tuple[str, ...] = (), measures: tuple[str, ...] = ()) -> Fields:
+    """The same fields. Raises Skipped where one is no such number."""
+    for names, kinds, what in ((whole, int, "a whole number"), (measures, int | float, "a number")):
+        for name in names:
+            value = fields[name]
+            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or not value > 0):
+                raise Skipped(f"{name} is {value!r}, not {what} above 0")
+    return fields
+
+
+def read(fields: Mapping[str, Any]) -> Run:
     """Raises Skipped with the reason."""
-    model, measured = record["model"], record["measured"]
-    if model.get("experts"):
+    record = checked(Fields(fields), COUNTS)
+    model = checked(Fields(record["model"] or {}), SIZES, ("params_b",))
+    measured = checked(Fields(record["measured"] or {}), measures=MEASURES)
+    record |= {"model": model, "measured": measured}
+    if record["zero_stage"] not in (None, 0, 1, 2, 3):
+        raise Skipped(f"zero_stage is {record['zero_stage']!r}")
+    if model["experts"]:
         raise Skipped("mixture of experts")
-    if model.get("mla"):
+    if model["mla"]:
         raise Skipped("latent attention")
     if record["precision"] not in ("bf16", "fp16"):
         raise Skipped(f"precision {record['precision'] or 'not stated'}")

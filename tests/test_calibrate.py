@@ -210,6 +210,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # a minute where nothing else runs
 def test_torchrun_measures_every_process(folder: Path) -> None:
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "autopar", "calibrate", "--out", "mine.yaml"]
     subprocess.run([sys.executable, *words], check=True, timeout=300)

@@ -45,6 +45,32 @@ def record(**changes: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp": "eight"}, "tp is 'eight', not a whole number above 0"),
+        ({"micro_batch": 0}, "micro_batch is 0, not a whole number above 0"),
+        ({"model": MODEL | {"layers": 2.5}}, "layers is 2.5, not a whole number above 0"),
+        ({"measured": {"step_time_s": -1}}, "step_time_s is -1, not a number above 0"),
+        ({"zero_stage": 4}, "zero_stage is 4"),
+        ({"model": {}}, "layers of the model not stated"),
+    ],
+)
+def test_a_record_that_cannot_be_is_skipped_with_the_reason(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(Skipped) as found:
+        read(record(**changes))
+    assert str(found.value) == reason
+
+
+@pytest.mark.parametrize("name", [name for name in RECORD if name != "id"])
+def test_what_is_left_out_is_not_stated(name: str) -> None:
+    left = {key: value for key, value in RECORD.items() if key != name}
+    try:
+        assert read(left)
+    except Skipped as reason:
+        assert name == "gpu" or "not stated" in str(reason) or "unknown" in str(reason)
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, (4, 4, "plain")),
