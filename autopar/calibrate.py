@@ -11,6 +11,7 @@ All ranks measure the same at the same time, as they do in training, and the slo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -267,9 +269,12 @@ def processor_share(clock: Clock) -> float:
 
 
 def concurrent() -> int:
-    """How many such processes the cores of this machine run at once."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // torch.get_num_threads())
+    """How many such processes the cores of this machine run at once, or as many as its container may use."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2: microseconds that it may run of each so many, or "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, float(quota) / float(period))
+    return max(1, round(cores / torch.get_num_threads()))
 
 
 def _warm_up(clock: Clock) -> None:

@@ -123,16 +123,14 @@ class Profile:
 
     def lent(self, devices: int, per_node: int) -> float:
         """How many times faster one of so many processes is, at most, while the others of its node wait."""
-        measured_all = self.concurrent is not None and self.ranks == devices
-        return max(1.0, per_node / self.concurrent) if measured_all and self.concurrent else 1.0
+        return max(1.0, per_node / self.concurrent) if self.concurrent and self.ranks == devices else 1.0
 
     def doubts(self, device: Device, devices: int, per_node: int) -> tuple[str, ...]:
         """Why its times may not be those of a step on so many devices, of which a node has `per_node`."""
         found, lent = [], self.lent(devices, per_node)
         if self.processor_share is not None and self.processor_share * lent < QUIET:
             share = f"{100 * self.processor_share:.0f} %"
-            taken = "others ran" if self.concurrent else "others ran, or cores lack"
-            found.append(f"{self.name} had {share} of the processor time that it asked for: {taken}")
+            found.append(f"{self.name} had {share} of the processor time that it asked for: others ran, or cores lack")
         if device.kind == "cpu" and self.ranks == 1 < devices:
             found.append(f"{self.name} was measured on one process, which has all cores; {devices} share them")
         return tuple(found)

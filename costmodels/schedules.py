@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-ROUNDING = 1e-9  # of what is left of an action
+ROUNDING = 1e-12  # of a clock
 
 
 class Work(Enum):
@@ -168,7 +168,7 @@ def simulate(
         assert queue is Queue.FREE, "who lends a processor is on CPUs, where no transfer waits for another"
         busy_s = tuple(sum(_seconds(action, stages) for action in actions) for actions in table.ranks)
         finished, instant = (_Lent(table, stages, sent, lending).play() for sent in (transfer_s, [0.0] * len(stages)))
-        return Timeline(max(finished), max(finished) - max(instant), busy_s, finished)
+        return Timeline(max(finished), max(0.0, max(finished) - max(instant)), busy_s, finished)
     seconds_of = [*(s.forward for s in stages), *(s.backward for s in stages)]
     seconds_of += [*(s.input for s in stages), *(s.weight for s in stages)]
     per_rank, queues = queue is Queue.RANK, queue is not Queue.FREE
@@ -274,17 +274,16 @@ class _Lent:
             while any([self.advance(rank) for rank, _ in enumerate(self.programs)]):
                 pass
             pace = [self.pace(rank) for rank, _ in enumerate(self.programs)]
-            ends = [self.now + left / pace[rank] for rank, left in enumerate(self.left) if left]
-            ends += [arrives for arrives in self.arrives.values() if arrives > self.now]
-            if not ends:
+            ends = {rank: self.now + left / pace[rank] for rank, left in enumerate(self.left) if left}
+            upcoming = [*ends.values(), *(arrives for arrives in self.arrives.values() if arrives > self.now)]
+            if not upcoming:
                 assert all(at == len(program) for at, program in zip(self.at, self.programs, strict=True)), self.at
                 return tuple(self.finished)
-            end = min(ends)
-            for rank, left in enumerate(self.left):
-                passed = (end - self.now) * pace[rank]
-                self.left[rank] = left - passed if left > passed * (1 + ROUNDING) else 0.0
-                if left:
-                    self.finished[rank] = end
+            end = min(upcoming)
+            for rank, own in ends.items():
+                over = own <= end * (1 + ROUNDING)
+                self.left[rank] = 0.0 if over else self.left[rank] - (end - self.now) * pace[rank]
+                self.finished[rank] = end
             self.now = end
 
     def pace(self, rank: int) -> float:

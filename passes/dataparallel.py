@@ -94,23 +94,28 @@ def dp_seconds(
     compute: Seconds,
     *,
     ends: bool = True,
+    share: float = 1.0,
 ) -> float:
     """What data-parallel communication adds to a step: what the compute of its pass does not hide.
 
-    What runs once a step runs in one of its passes, beside what runs in all of them. Nothing is computed before the
-    first forward has its parameters, and nothing after the last gradients: these `ends` of a step hide behind nothing.
+    What runs once a step runs in one of its passes, beside what runs in all of them. Nothing is computed before a
+    forward has its first parameters, and nothing after the last gradients of a step: these `ends` hide behind nothing.
+    The streams that gather wait for all that was computed before (torch 2.13, _fsdp_state.py: _root_pre_forward).
+    `share`: of the units, that are this rank's.
     """
     device, m = problem.cluster.device, pair.microbatches(problem.global_batch)
     waits = _waits(problem, kind)
     uses = dp_uses(problem, pair, stage, group, units)
     bare = _ends(problem, pair, stage, group, units, kind) if ends and not waits else (0.0, 0.0)
-    added = sum(bare)
+    added = 0.0
     for backward, hidden, end in ((False, compute.forward, bare[0]), (True, compute.backward, bare[1])):
         beside = [use for use in uses if use.beside_backward is backward]
-        every = sum(use.seconds_per_pass for use in beside if use.passes == m)
-        once = sum(use.seconds_per_pass for use in beside if use.passes != m)
-        for passes, seconds in ((m - 1, every), (1, max(0.0, every + once - end))):
-            added += passes * (seconds if waits else exposed_seconds(hidden, seconds, device))
+        every = share * sum(use.seconds_per_pass for use in beside if use.passes == m)
+        once = share * sum(use.seconds_per_pass for use in beside if use.passes != m)
+        again = end if stage == 3 and not backward else 0.0  # in the passes before the last
+        for passes, seconds, shown in ((m - 1, every, again), (1, every + once, end)):
+            behind = exposed_seconds(hidden, max(0.0, seconds - shown), device)
+            added += passes * (seconds if waits else shown + behind)
     return added
 
 
@@ -122,26 +127,26 @@ def _waits(problem: Problem, kind: Kind) -> bool:
 def _ends(
     problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind
 ) -> tuple[float, float]:
-    """Seconds of gathering the first parameters of a step, and of reducing its last gradients.
+    """Seconds of gathering the first parameters of a forward, and of reducing the last gradients of a step.
 
     fully_shard gathers the root, then the first layer, then each beside the layer before, and reduces the same two
     last. DistributedDataParallel reduces buckets; in the last are the gradients of what is read first.
     """
-    kinds = len(problem.program.blocks)
-    *layers, root = units[: kinds + 1]
+    *layers, root = units[: len(problem.program.blocks) + 1]
     if kind is Kind.BUCKETS:
         largest = max((first * rest for first, rest, trained in root.parameters if trained), default=0)
         trained = min(sum(u.trained * u.count for u in units), max(largest, DDP_BUCKET_BYTES // problem.reduced_bytes))
-        found = dp_uses(problem, pair, stage, group, (*(Unit(0, 0, 0) for _ in layers), Unit(trained, trained, 1)))
-    else:
-        first = next((k for k, one in enumerate(layers) if one.count), None)
-        two = (replace(one, count=int(k == first)) for k, one in enumerate(layers))
+        layers, root = [Unit(0, 0, 0) for _ in layers], Unit(trained, trained, 1)
+
+    def seconds(gathers: bool) -> float:
+        """Of the root and one layer: the first, or the first that is trained."""
+        first = next((k for k, u in enumerate(layers) if u.count and (gathers or u.trained)), None)
+        two = [replace(u, count=int(k == first), idle=0, in_vain=0) for k, u in enumerate(layers)]
         found = dp_uses(problem, pair, stage, group, (*two, root))
-    gathers = [use for use in found if use.kind is Collective.ALL_GATHER]
-    return (
-        sum(use.seconds_per_pass for use in gathers if not use.beside_backward),
-        sum(use.seconds_per_pass for use in found if use not in gathers),
-    )
+        wanted = (u for u in found if (u.kind is Collective.ALL_GATHER) is gathers)
+        return sum(u.seconds_per_pass for u in wanted if u.beside_backward is not gathers)
+
+    return seconds(True), seconds(False)
 
 
 def engine_seconds(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> float:
@@ -162,7 +167,7 @@ def accumulated_bytes(problem: Problem, pair: Pair, stage: int, group: int, unit
     DistributedDataParallel copies the sum into its buckets, 2 g P.
     """
     m, c, g = pair.microbatches(problem.global_batch), problem.compute_bytes, problem.gradient_bytes
-    if kind is Kind.SHARDS and stage >= 2:
+    if kind is Kind.SHARDS and stage >= 2 and group > 1:
         return 3 * g * (m - 1) * sum(unit.count * unit.padded(group)[1] // group for unit in units)
     trained = sum(unit.count * unit.trained for unit in units)
     cast = c + g if c < g and m > 1 else 0
@@ -179,6 +184,7 @@ def copied_bytes(problem: Problem, pair: Pair, stage: int, group: int, units: tu
     """
     m, c = pair.microbatches(problem.global_batch), problem.compute_bytes
     shards = group if stage else 1
+    stage = stage if group > 1 else 1  # as the runtime's engine does
     total = 0
     for number, unit in enumerate(units):
         root = (number + 1) % (len(problem.program.blocks) + 1) == 0
@@ -210,35 +216,35 @@ def least_state_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> 
 
 
 def least_ends_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:
-    """What the ends of a step show at least beside `least_state_seconds`: as if all parameters were cut over tp.
+    """What the ends of passes show at least beside `least_state_seconds`: as if all parameters were cut over tp.
 
     Communication costs at least its part that slows compute; of the ends, all of it.
     """
     device, kind = problem.cluster.device, _likely_kind(problem, pair, zero, group)
     if pair.dp == 1 or _waits(problem, kind):
         return 0.0
-    cut = (Unit(u.elements // pair.tp, u.trained // pair.tp, u.count) for u in problem.whole_units)
-    return sum(_ends(problem, pair, zero, group, tuple(cut), kind)) / device.overlap_slowdown
+    first, last = _ends(problem, pair, zero, group, _cut(problem, pair.tp), kind)
+    passes = pair.microbatches(problem.global_batch) if zero == 3 else 1
+    return (passes * first + last) / device.overlap_slowdown
 
 
 def least_dp_seconds(problem: Problem, pair: Pair, zero: int, group: int, hidden: Seconds) -> float:
-    """What communication over dp adds to a step of a pipeline at least, beside so much compute on each rank."""
-    kind = _likely_kind(problem, pair, zero, group)
-    return dp_seconds(problem, pair, zero, group, _share(problem, pair), kind, hidden, ends=False)
+    """What communication over dp adds to a step of a pipeline at least, beside so much compute on each rank.
+
+    On average a rank has its share of all units; and what is not hidden of the average is no more than the average of
+    what is not hidden.
+    """
+    held = (problem, pair, zero, group, _cut(problem, pair.tp), _likely_kind(problem, pair, zero, group))
+    return dp_seconds(*held, hidden, ends=False, share=1 / pair.pp)
 
 
 def least_once_seconds(problem: Problem, pair: Pair, zero: int, group: int) -> float:
-    """What the engine and the update of some rank of a pipeline add to a step at least."""
-    units, kind = _share(problem, pair), _likely_kind(problem, pair, zero, group)
-    trained = problem.trained // (pair.tp * pair.pp)
-    engine = engine_seconds(problem, pair, zero, group, units, kind)
-    return engine + update_seconds(problem, trained, group if zero else 1)
+    """What the engine and the update of some rank of a pipeline add to a step at least: the average of all."""
+    units, kind = _cut(problem, pair.tp), _likely_kind(problem, pair, zero, group)
+    update = update_seconds(problem, problem.trained // pair.tp, group if zero else 1)
+    return (engine_seconds(problem, pair, zero, group, units, kind) + update) / pair.pp
 
 
-def _share(problem: Problem, pair: Pair) -> tuple[Unit, ...]:
-    """Of the parameters, all cut over tp, what each pp rank has if they are shared evenly: some rank has no less."""
-    found = []
-    for one in problem.whole_units:
-        count, cut = (one.count // pair.pp, pair.tp) if one.count >= pair.pp else (one.count, pair.tp * pair.pp)
-        found.append(Unit(one.elements // cut, one.trained // cut, count, idle=count if one.idle else 0))
-    return tuple(found)
+def _cut(problem: Problem, tp: int) -> tuple[Unit, ...]:
+    """All parameters cut over tp."""
+    return tuple(Unit(u.elements // tp, u.trained // tp, u.count, idle=u.idle) for u in problem.whole_units)

@@ -295,15 +295,14 @@ class Search:
                 return math.inf
             if schedule.single:
                 least = max(least, m * slowest / lent)
-            if "recompute" not in self.problem.fix:
+            if lent == 1 and "recompute" not in self.problem.fix:
                 known = cutter.least_again_s(item.with_room(ROOMY * self.limit), UNEVEN / pair.pp)
                 least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)
-            # the compute of a rank hides dp: were it much longer than its share, the step would be too
+            # the compute of a rank hides dp: were it much longer than its share, the step would be too, if none lent
             most = UNEVEN * once / pair.pp
-            dp = min(
-                least_dp_seconds(self.problem, pair, item.zero, item.group, Seconds(most, most)),
-                (UNEVEN - 1) * m * once / pair.pp,
-            )
+            if lent == 1:
+                least_dp = least_dp_seconds(self.problem, pair, item.zero, item.group, Seconds(most, most))
+                dp = min(least_dp, (UNEVEN - 1) * m * once / pair.pp)
         return least + dp + least_once_seconds(self.problem, pair, item.zero, item.group)
 
     def microbatch_s(self, pair: Pair) -> float:

@@ -255,7 +255,8 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
         timeline = simulate(timetable(variant, count), seconds, sent, problem.queue, lending(problem, variant))
         return timeline.bubble_s, timeline.exposed_s
 
-    least = until_it_recurs(variant, microbatches)
+    # what is lent never quite recurs
+    least = microbatches if lending(problem, variant) else until_it_recurs(variant, microbatches)
     bubble, exposed = played(least)
     if least == microbatches:
         return bubble, exposed

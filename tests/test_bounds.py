@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from costmodels.cluster import Cluster
+from costmodels.profile import Profile
 from models import CASES, prepared
 from passes.bounds import Bounds, saved_bytes
-from passes.choices import groups, pairs
+from passes.choices import groups, pairs, pipeline_refusal, stagings
+from passes.cutting import Uncut
 from passes.lower import LocalOp
 from passes.memory import step_bytes
 from passes.pipeline import problem_of
 from passes.price import Seconds, op_launches
 from passes.search import Search
 from passes.step import step_seconds
-from passes.variant import Pair, Problem, Variant
+from passes.variant import Pair, Problem, Variant, with_recompute
 
 FAMILIES = ("gpt2", "llama", "nanogpt", "bert", "vit", "t5")
 
@@ -87,3 +90,33 @@ def test_a_layer_takes_no_less_than_its_launches(tp):
         started = sum((op_launches(s.site, s.rule, s.strategy) for s in local), Seconds()).times(device.launch_s)
         assert layer.compute.forward + layer.comm.forward >= started.forward * (1 - 1e-9)
         assert layer.compute.backward + layer.comm.backward >= started.backward * (1 - 1e-9)
+
+
+SHARED = Cluster.preset("cpu:4").with_profile(Profile("cpu", "x", "2026-12-01", "x", "gloo", 4, 0.5, 2))  # two cores
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "t5", "unet", "sequential"])
+@pytest.mark.parametrize(
+    "cluster", [Cluster.preset("cpu:4"), SHARED, Cluster.preset("2x2xh100")], ids=["cpu", "shared", "gpu"]
+)
+def test_no_pipeline_is_faster_than_it_is_queued(name: str, cluster: Cluster) -> None:
+    """Models of one and of several kinds of layers, in much room: every mesh, ZeRO stage and schedule, as first cut."""
+    made = replace(problem_of(prepared(CASES[name])), cluster=cluster)
+    searching, tried = search(made), 0
+    for pair in (pair for pair in pairs(made) if pair.pp > 1 and pair.tp == 1 and pair.microbatch < 3):
+        settled = searching.settled(pair, searching.terms(pair, 0, 1))
+        for zero, group in groups(made, pair):
+            for schedule, virtual in stagings(made, pair, zero):
+                item = Uncut(pair, zero, group, schedule, virtual, math.inf)
+                variant = searching.roomy(item, settled)
+                if variant is None or pipeline_refusal(made, variant):
+                    continue
+                variant = with_recompute(variant, [[0] * len(settled.blocks) for _ in variant.stages])
+                known = search(made)
+                floors = [known.uncut_floor(item)]
+                known.first_cutters[pair.tp, pair.microbatch] = searching.cutter(settled)
+                floors.append(known.uncut_floor(item))
+                floors.append(step_seconds(made, variant, play=False).total)
+                assert max(floors) <= step_seconds(made, variant).total * (1 + 1e-9), (item, floors)
+                tried += 1
+    assert tried

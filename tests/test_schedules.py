@@ -319,6 +319,14 @@ def test_lent_processors_are_never_faster_than_all_of_them_at_work(args: tuple[s
         assert lent.seconds <= alone.seconds * (1 + 1e-9)
 
 
+@pytest.mark.timeout(20)
+def test_what_is_left_by_rounding_does_not_keep_a_step_from_its_end() -> None:
+    stages = [StageSeconds(0.003, 2 * 0.003, 0.003, 0.003)] * 8
+    transfer_s = [0.001, 0.003, 0.0003, 0.0003, 0.0003, 0.003, 0.0021]
+    timeline = simulate(table("interleaved", 4, 2, 16), stages, transfer_s, Queue.FREE, Lending(4.0, 4))
+    assert timeline.seconds >= sum(timeline.busy_s) / 4
+
+
 def test_two_ranks_that_share_a_processor_by_hand() -> None:
     # F 1, B 2 with both at work, half of that alone; a transfer 1, once both have got there
     #   rank 0   F0 0-0.5  F1 0.5-1                                          B0 5.5-6.5             B1 7.5-8.5

@@ -43,13 +43,17 @@ def seconds(made: Problem, kind: Collective, elements: int) -> float:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("microbatch", [1, 3])
-def test_the_first_gather_and_the_last_reduction_hide_behind_nothing(stage: int, microbatch: int) -> None:
+def test_first_gathers_and_the_last_reduction_hide_behind_nothing(stage: int, microbatch: int) -> None:
     made = on_gpus_that_compute_undisturbed()
-    ends = (
-        seconds(made, kind, n) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) for n in (LAYER, ROOT)
+    first, last = (
+        sum(seconds(made, kind, elements) for elements in (LAYER, ROOT))
+        for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    found = dp_seconds(made, Pair(1, 4, microbatch), stage, 4, UNITS, Kind.SHARDS, FOREVER)
-    assert found == pytest.approx(sum(ends))
+    pair = Pair(1, 4, microbatch)
+    forwards = pair.microbatches(made.global_batch) if stage == 3 else 1  # those that gather
+    found = dp_seconds(made, pair, stage, 4, UNITS, Kind.SHARDS, FOREVER)
+    assert found == pytest.approx(forwards * first + last)
+    assert forwards == (1 if stage < 3 or microbatch == 3 else 3)
 
 
 def test_the_last_bucket_hides_behind_nothing() -> None:
@@ -70,6 +74,21 @@ def test_less_is_hidden_than_if_the_ends_could_be(stage: int, compute: float) ->
     made, kind = asked("4xh100"), Kind.SHARDS if stage else Kind.BUCKETS
     held = (made, Pair(1, 4, 1), stage, 4, UNITS, kind, Seconds(compute, compute))
     assert dp_seconds(*held, ends=False) <= dp_seconds(*held)
+
+
+def test_what_is_frozen_at_the_start_is_gathered_but_not_reduced() -> None:
+    """The first layer has no gradients: the last that are reduced are those of the root and of the second kind."""
+    state = planned(CASES["sequential"], "dp=2,zero=3,microbatches=3")
+    made, variant = problem_of(state), state.found.best.variant
+    made = replace(made, cluster=on_gpus_that_compute_undisturbed().cluster)
+    units = loads(made, variant)[0].units
+    frozen, first, _, root = units
+    assert [(u.count, u.idle, u.in_vain) for u in units] == [(1, 1, 1), (1, 0, 0), (2, 0, 0), (1, 0, 0)]
+    axis = Axis.of(made.cluster, "dp", 2, 1)
+    gathers = (axis.seconds(Collective.ALL_GATHER, 4 * one.elements) for one in (frozen, root))
+    reductions = (axis.seconds(Collective.REDUCE_SCATTER, 4 * one.trained) for one in (first, root))
+    found = dp_seconds(made, variant.settled.pair, 3, 2, units, Kind.SHARDS, FOREVER)
+    assert found == pytest.approx(3 * sum(gathers) + sum(reductions))
 
 
 # -- gradients that are added up --------------------------------------------------------------------------------------
