@@ -467,7 +467,8 @@ class Search:
         self.visited |= self.choices(pair)
         least = Terms(m, max(t.shards for t in every.values()), min(t.element_s for t in variants.values()))
         settled = self.settled(pair, least)
-        bound = m * settled.lowered.sharding.bound_s
+        # of these terms: `settled` may have met the same sharding under others
+        bound = m * self.sharded(pair.tp, pair.microbatch, least).bound_s
         fewest = self.problem.trained // pair.tp
         # a smaller microbatch may leave room for a stage that costs less
         cheapest = min(t.element_s for t in every.values())

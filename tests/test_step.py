@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,16 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.job import load_program
 from autopar.runtime import Trainer
+from costmodels.cluster import Cluster
 from costmodels.groups import Collective
 from costmodels.memory import Kind
+from costmodels.profile import Profile
+from costmodels.schedules import Lending
 from gloo import Pool
 from models import CASES, buffers, planned
 from passes.capture import batch_leaves
 from passes.dataparallel import DDP_BUCKET_BYTES, accumulated_bytes, dp_seconds, kind_of
 from passes.pipeline import problem_of
 from passes.price import Axis, Seconds
-from passes.step import loads
-from passes.variant import Pair, Problem, Unit
+from passes.step import lending, loads
+from passes.variant import Pair, Problem, Unit, Variant
 from test_search import asked
 
 # -- data parallelism -------------------------------------------------------------------------------------------------
@@ -89,6 +93,25 @@ def test_what_is_frozen_at_the_start_is_gathered_but_not_reduced() -> None:
     reductions = (axis.seconds(Collective.REDUCE_SCATTER, 4 * one.trained) for one in (first, root))
     found = dp_seconds(made, variant.settled.pair, 3, 2, units, Kind.SHARDS, FOREVER)
     assert found == pytest.approx(3 * sum(gathers) + sum(reductions))
+
+
+# -- processors that are shared ---------------------------------------------------------------------------------------
+
+
+def test_ranks_lend_their_processors_to_those_of_their_node() -> None:
+    profile = Profile("cpu", "x", "2026-12-01", "x", "gloo", 8, 0.5, concurrent=2)
+    cluster = Cluster.of(Cluster.preset("cpu:1").device, nodes=2, devices_per_node=4).with_profile(profile)
+    made = replace(asked("cpu:4"), cluster=cluster)
+
+    def lent(pp: int, dp: int, to: Cluster = cluster) -> Lending | None:
+        variant = SimpleNamespace(settled=SimpleNamespace(pair=Pair(1, dp, 1, pp=pp)))
+        return lending(replace(made, cluster=to), cast(Variant, variant))
+
+    assert lent(pp=8, dp=1) == Lending(2.0, 4)
+    assert lent(pp=4, dp=2) == Lending(2.0, 2)
+    assert lent(pp=2, dp=4) is None  # each on a node of its own
+    assert lent(pp=8, dp=1, to=cluster.with_profile(replace(profile, concurrent=4))) is None
+    assert lent(pp=8, dp=1, to=Cluster.preset("8xh100")) is None
 
 
 # -- gradients that are added up --------------------------------------------------------------------------------------
