@@ -17,6 +17,7 @@ from autopar.runtime import Trainer
 from costmodels.cluster import Cluster
 from costmodels.groups import Collective
 from costmodels.memory import Kind
+from costmodels.operators import exposed_seconds
 from costmodels.profile import Profile
 from costmodels.schedules import Lending
 from gloo import Pool
@@ -78,6 +79,29 @@ def test_less_is_hidden_than_if_the_ends_could_be(stage: int, compute: float) ->
     made, kind = asked("4xh100"), Kind.SHARDS if stage else Kind.BUCKETS
     held = (made, Pair(1, 4, 1), stage, 4, UNITS, kind, Seconds(compute, compute))
     assert dp_seconds(*held, ends=False) <= dp_seconds(*held)
+
+
+def streams_s(layers: int, compute_s: float, gather_s: float, slowdown: float) -> float:
+    """Two streams, event by event: a layer computes once it is gathered, and from then on the next one is gathered."""
+    started = gather_s
+    for _ in range(layers - 1):
+        beside = min(gather_s, slowdown * compute_s)
+        computed = started + beside + (compute_s - beside / slowdown)
+        started = max(computed, started + gather_s)
+    return started + compute_s
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.19, 2.0, math.inf])
+@pytest.mark.parametrize("gather_s", [0.01, 0.5, 0.99, 1.1, 1.3, 5.0])
+@pytest.mark.parametrize("layers", [2, 5, 80])
+def test_of_equal_layers_what_is_not_hidden_is_as_two_streams_would_have_it(
+    layers: int, gather_s: float, slowdown: float
+) -> None:
+    """Up to the compute of one layer, the last, beside which nothing is gathered."""
+    device = replace(asked("4xh100").cluster.device, overlap_slowdown=slowdown)
+    formula = layers + gather_s + exposed_seconds(layers, (layers - 1) * gather_s, device)
+    assert formula <= streams_s(layers, 1.0, gather_s, slowdown) * (1 + 1e-9)
+    assert streams_s(layers, 1.0, gather_s, slowdown) <= (formula + 1) * (1 + 1e-9)
 
 
 def test_what_is_frozen_at_the_start_is_gathered_but_not_reduced() -> None:
