@@ -114,6 +114,17 @@ class StageSeconds:
     input: float
     weight: float
 
+    def of(self, work: Work) -> float:
+        match work:
+            case Work.FORWARD:
+                return self.forward
+            case Work.BACKWARD:
+                return self.backward
+            case Work.INPUT:
+                return self.input
+            case Work.WEIGHT:
+                return self.weight
+
 
 @dataclass(frozen=True)
 class Lending:
@@ -166,11 +177,10 @@ def simulate(
     assert len(stages) == len(table.rank_of) == len(transfer_s) + 1, (len(stages), len(transfer_s), table.rank_of)
     if lending is not None:
         assert queue is Queue.FREE, "who lends a processor is on CPUs, where no transfer waits for another"
-        busy_s = tuple(sum(_seconds(action, stages) for action in actions) for actions in table.ranks)
+        busy_s = tuple(sum(stages[action.stage].of(action.work) for action in actions) for actions in table.ranks)
         finished, instant = (_Lent(table, stages, sent, lending).play() for sent in (transfer_s, [0.0] * len(stages)))
         return Timeline(max(finished), max(0.0, max(finished) - max(instant)), busy_s, finished)
-    seconds_of = [*(s.forward for s in stages), *(s.backward for s in stages)]
-    seconds_of += [*(s.input for s in stages), *(s.weight for s in stages)]
+    seconds_of = [stage.of(work) for work in Work for stage in stages]
     per_rank, queues = queue is Queue.RANK, queue is not Queue.FREE
     ranks = range(len(table.programs))
     busy, clock, reached = ([0.0 for _ in ranks] for _ in range(3))
@@ -241,19 +251,6 @@ def held(table: Table, bytes_per_stage: Sequence[int], split_bytes: Sequence[int
     return tuple(most)
 
 
-def _seconds(action: Action, stages: Sequence[StageSeconds]) -> float:
-    one = stages[action.stage]
-    match action.work:
-        case Work.FORWARD:
-            return one.forward
-        case Work.BACKWARD:
-            return one.backward
-        case Work.INPUT:
-            return one.input
-        case Work.WEIGHT:
-            return one.weight
-
-
 class _Lent:
     """A step of ranks that share processors, from one end of an action or a transfer to the next."""
 
@@ -266,6 +263,7 @@ class _Lent:
         self.finished = [0.0 for _ in self.programs]
         self.posted: set[Transfer] = set()  # on one side
         self.arrives: dict[Transfer, float] = {}
+        self.under_way: list[float] = []  # when these arrive that are not there yet
         self.now = 0.0
 
     def play(self) -> tuple[float, ...]:
@@ -275,7 +273,8 @@ class _Lent:
                 pass
             pace = [self.pace(rank) for rank, _ in enumerate(self.programs)]
             ends = {rank: self.now + left / pace[rank] for rank, left in enumerate(self.left) if left}
-            upcoming = [*ends.values(), *(arrives for arrives in self.arrives.values() if arrives > self.now)]
+            self.under_way = [arrives for arrives in self.under_way if arrives > self.now]
+            upcoming = [*ends.values(), *self.under_way]
             if not upcoming:
                 assert all(at == len(program) for at, program in zip(self.at, self.programs, strict=True)), self.at
                 return tuple(self.finished)
@@ -298,12 +297,13 @@ class _Lent:
         while self.at[rank] < len(program) and not self.left[rank]:
             step = program[self.at[rank]]
             if isinstance(step, Action):
-                self.left[rank] = _seconds(step, self.stages)
+                self.left[rank] = self.stages[step.stage].of(step.work)
             elif isinstance(step, Post):
                 for transfer in step.transfers:
                     if transfer in self.posted:
                         boundary = transfer.stage - (transfer.work is not Work.FORWARD)
                         self.arrives[transfer] = self.now + self.transfer_s[boundary]
+                        self.under_way.append(self.arrives[transfer])
                     self.posted.add(transfer)
             elif any(self.arrives.get(transfer, self.now + 1) > self.now for transfer in step.transfers):
                 break
@@ -319,7 +319,7 @@ class _Lent:
 #   _TRANSFER  from rank and its queue a to peer and its queue b; boundary = the stage before it
 #   _WAIT      of rank for transfer
 _COMPUTE, _POST, _TRANSFER, _WAIT = range(4)
-_ROWS = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.INPUT: 2, Work.WEIGHT: 3}
+_ROWS = {work: row for row, work in enumerate(Work)}
 _Event = tuple[int, int, int, int, int, int, int]
 _Product = tuple[int, bool, int]  # stage, whether activations (else gradients), microbatch
 

@@ -135,18 +135,20 @@ def _ends(
     *layers, root = units[: len(problem.program.blocks) + 1]
     if kind is Kind.BUCKETS:
         largest = max((first * rest for first, rest, trained in root.parameters if trained), default=0)
-        trained = min(sum(u.trained * u.count for u in units), max(largest, DDP_BUCKET_BYTES // problem.reduced_bytes))
-        layers, root = [Unit(0, 0, 0) for _ in layers], Unit(trained, trained, 1)
+        whole, bucket = sum(u.trained * u.count for u in units), DDP_BUCKET_BYTES // problem.reduced_bytes
+        last = min(whole, max(largest, bucket))
+        layers, root = [Unit(0, 0, 0) for _ in layers], Unit(last, last, 1)
 
-    def seconds(gathers: bool) -> float:
-        """Of the root and one layer: the first, or the first that is trained."""
-        first = next((k for k, u in enumerate(layers) if u.count and (gathers or u.trained)), None)
-        two = [replace(u, count=int(k == first), idle=0, in_vain=0) for k, u in enumerate(layers)]
-        found = dp_uses(problem, pair, stage, group, (*two, root))
-        wanted = (u for u in found if (u.kind is Collective.ALL_GATHER) is gathers)
-        return sum(u.seconds_per_pass for u in wanted if u.beside_backward is not gathers)
+    def with_root(layer: int | None) -> tuple[DataParallelUse, ...]:
+        two = [replace(u, count=int(k == layer), idle=0, in_vain=0) for k, u in enumerate(layers)]
+        return dp_uses(problem, pair, stage, group, (*two, root))
 
-    return seconds(True), seconds(False)
+    first = next((k for k, u in enumerate(layers) if u.count), None)
+    trained = next((k for k, u in enumerate(layers) if u.count and u.trained), None)
+    found = [with_root(layer) for layer in dict.fromkeys((first, trained))]  # mostly one
+    gathers = (u for u in found[0] if u.kind is Collective.ALL_GATHER and not u.beside_backward)
+    reductions = (u for u in found[-1] if u.kind is not Collective.ALL_GATHER)
+    return sum(u.seconds_per_pass for u in gathers), sum(u.seconds_per_pass for u in reductions)
 
 
 def engine_seconds(problem: Problem, pair: Pair, stage: int, group: int, units: tuple[Unit, ...], kind: Kind) -> float:

@@ -295,12 +295,12 @@ class Search:
                 return math.inf
             if schedule.single:
                 least = max(least, m * slowest / lent)
-            if lent == 1 and "recompute" not in self.problem.fix:
-                known = cutter.least_again_s(item.with_room(ROOMY * self.limit), UNEVEN / pair.pp)
-                least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)
-            # the compute of a rank hides dp: were it much longer than its share, the step would be too, if none lent
-            most = UNEVEN * once / pair.pp
+            # a rank with more than its share makes the step longer, unless others lend it their processors
             if lent == 1:
+                if "recompute" not in self.problem.fix:
+                    known = cutter.least_again_s(item.with_room(ROOMY * self.limit), UNEVEN / pair.pp)
+                    least += min(m / pair.pp * max(0.0, known - again / m), (UNEVEN - 1) * least)
+                most = UNEVEN * once / pair.pp  # of what hides dp
                 least_dp = least_dp_seconds(self.problem, pair, item.zero, item.group, Seconds(most, most))
                 dp = min(least_dp, (UNEVEN - 1) * m * once / pair.pp)
         return least + dp + least_once_seconds(self.problem, pair, item.zero, item.group)

@@ -249,14 +249,14 @@ def waits(problem: Problem, variant: Variant, every: tuple[StageLoad, ...], micr
     often as it recurs.
     """
     ranks = variant.settled.pair.pp
-    seconds, sent = stage_seconds(every), transfers(problem, variant, every)
+    seconds, sent, lends = stage_seconds(every), transfers(problem, variant, every), lending(problem, variant)
 
     def played(count: int) -> tuple[float, float]:
-        timeline = simulate(timetable(variant, count), seconds, sent, problem.queue, lending(problem, variant))
+        timeline = simulate(timetable(variant, count), seconds, sent, problem.queue, lends)
         return timeline.bubble_s, timeline.exposed_s
 
     # what is lent never quite recurs
-    least = microbatches if lending(problem, variant) else until_it_recurs(variant, microbatches)
+    least = microbatches if lends else until_it_recurs(variant, microbatches)
     bubble, exposed = played(least)
     if least == microbatches:
         return bubble, exposed

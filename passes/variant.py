@@ -81,12 +81,12 @@ class Problem:
     def whole_units(self) -> tuple[Unit, ...]:
         """The parameters of each kind of layer and of the root, uncut."""
         program = self.program
-        paths = [*((b.paths[0], b.parameters, len(b.paths)) for b in program.blocks), ("", program.parameters, 1)]
-        units = (
-            _unit(self, path, count, ((p, p.value.sizes) for p in parameters)) for path, parameters, count in paths
-        )
-        passed = (*(is_passed(block) for block in program.blocks), True)
-        return tuple(replace(u, idle=0 if p else u.count) for u, p in zip(units, passed, strict=True))
+
+        def held(path: str, count: int, parameters: Iterable[Parameter]) -> Unit:
+            return _unit(self, path, count, ((p, p.value.sizes) for p in parameters))
+
+        layers = [held(b.paths[0], len(b.paths), b.parameters) for b in program.blocks]
+        return (*with_idle(layers, program, ()), held("", 1, program.parameters))
 
     @property
     def elements(self) -> int:

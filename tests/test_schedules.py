@@ -279,13 +279,18 @@ def impatient(one: Table) -> Table:
     return replace(one, programs=tuple(tuple(steps(program, rank)) for rank, program in enumerate(one.programs)))
 
 
+def unequal(name: str, ranks: int, per_rank: int, m: int) -> Iterator[tuple[Table, list[StageSeconds], list[float]]]:
+    """A schedule as it is and without waiting for what is sent, with stages and transfers of all lengths."""
+    numbers, patient = random.Random(0), table(name, ranks, per_rank, m)
+    for one, longest_s in product((patient, impatient(patient)), (0.0, 0.3, 3.0)):
+        stages = [StageSeconds(*(numbers.uniform(0.5, 2) for _ in range(4))) for _ in one.rank_of]
+        yield one, stages, [numbers.uniform(0, longest_s) for _ in one.rank_of[1:]]
+
+
 @pytest.mark.parametrize("queue", Queue)
 @pytest.mark.parametrize("args", SMALL)
 def test_unequal_stages_take_what_a_relaxation_finds(args: tuple[str, int, int, int], queue: Queue) -> None:
-    numbers = random.Random(0)
-    for one, longest_s in product((table(*args), impatient(table(*args))), (0.0, 0.3, 3.0)):
-        stages = [StageSeconds(*(numbers.uniform(0.5, 2) for _ in range(4))) for _ in one.rank_of]
-        transfer_s = [numbers.uniform(0, longest_s) for _ in one.rank_of[1:]]
+    for one, stages, transfer_s in unequal(*args):
         timeline = simulate(one, stages, transfer_s, queue)
         assert timeline.finished_s == pytest.approx(relaxed(one, stages, transfer_s, queue))
         instant = simulate(one, stages, [0.0] * len(transfer_s), Queue.FREE)
@@ -296,10 +301,7 @@ def test_unequal_stages_take_what_a_relaxation_finds(args: tuple[str, int, int, 
 @pytest.mark.parametrize("lending", [Lending(1.0, 3), Lending(2.0, 1)], ids=["nothing", "nobody near"])
 @pytest.mark.parametrize("args", SMALL)
 def test_where_nothing_is_lent_a_step_takes_the_same(args: tuple[str, int, int, int], lending: Lending) -> None:
-    numbers = random.Random(0)
-    for one, longest_s in product((table(*args), impatient(table(*args))), (0.0, 0.3, 3.0)):
-        stages = [StageSeconds(*(numbers.uniform(0.5, 2) for _ in range(4))) for _ in one.rank_of]
-        transfer_s = [numbers.uniform(0, longest_s) for _ in one.rank_of[1:]]
+    for one, stages, transfer_s in unequal(*args):
         alone, lent = (simulate(one, stages, transfer_s, Queue.FREE, lends) for lends in (None, lending))
         assert lent.busy_s == pytest.approx(alone.busy_s)
         assert lent.bubble_s == pytest.approx(alone.bubble_s)
